@@ -1,0 +1,1 @@
+"""Memory with fixed addresses and what goes into it: shapes, plan, datasets, batching, staging, arenas."""

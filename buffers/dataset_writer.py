@@ -1,0 +1,173 @@
+"""Writing our dataset format: shards as they fill, the manifest last."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from torch import Tensor
+
+from buffers.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    TARGET_FILE,
+    DatasetInfo,
+    ShardInfo,
+    check_tokens,
+    mask_length_error,
+    publish,
+    sha256,
+    wrong_width_error,
+)
+
+# At 40 KB of hidden states a token (5 taps of 4096 in bf16) a shard is 1.3 GB, which the writer holds in memory.
+SHARD_TOKENS = 32768
+
+
+class DatasetWriter:
+    """Writes a dataset: shards as they fill, `dataset.json` last, so an unfinished folder is never taken for a dataset.
+
+    Every file is written under a temporary name, fsynced and renamed. As a context manager it closes on success and
+    leaves the manifest unwritten on an exception. Raises ValueError for a folder that already holds a dataset.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        target_name: str,
+        target_config: dict[str, Any],
+        hidden_size: int,
+        target_layer_ids: Sequence[int],
+        vocab_size: int,
+        mask_token_id: int,
+        last_hidden_norm: str | None = None,
+        shard_tokens: int = SHARD_TOKENS,
+    ) -> None:
+        self.path = Path(path)
+        self._info = DatasetInfo(
+            FORMAT_VERSION,
+            target_name,
+            target_config,
+            hidden_size,
+            tuple(target_layer_ids),
+            vocab_size,
+            mask_token_id,
+            last_hidden_norm,
+            0,
+            (),
+        )
+        for found in (MANIFEST, "shard-*.safetensors"):
+            if any(self.path.glob(found)):
+                raise ValueError(
+                    f"expected {self.path} to hold no dataset, found {found}. Choose another folder or remove it."
+                )
+        if shard_tokens <= 0:
+            raise ValueError(f"expected a positive shard_tokens, found {shard_tokens}. Set it to at least 1.")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._shard_tokens = shard_tokens
+        self._shards: list[ShardInfo] = []
+        self._num_samples = 0
+        self._pending: list[dict[str, Tensor]] = []
+        self._pending_tokens = 0
+
+    def add(
+        self,
+        input_ids: Tensor | NDArray[np.integer] | Sequence[int],
+        loss_mask: Tensor | NDArray[np.integer] | Sequence[int],
+        hidden_states: Tensor,
+        last_hidden: Tensor | None = None,
+    ) -> int:
+        """Add a sample of T tokens and return its id: hidden_states [T, L*D] in any float type, stored as bf16.
+
+        Raises ValueError when lengths, widths, token ids or mask values do not match the dataset.
+        """
+        info = self._info
+        sample_id = self._num_samples
+        ids = torch.as_tensor(input_ids).cpu()
+        mask = torch.as_tensor(loss_mask).cpu()
+        where = f"sample {sample_id}"
+        if ids.ndim != 1 or not len(ids):
+            raise ValueError(f"expected input_ids [T] of at least one token in {where}, found {list(ids.shape)}.")
+        if mask.shape != ids.shape:
+            raise ValueError(mask_length_error(where, len(ids), list(mask.shape)))
+        check_tokens(ids.numpy(), mask.numpy(), info.vocab_size, where)
+        tensors = {"input_ids": ids.to(torch.int32), "loss_mask": mask.to(torch.uint8)}
+        if (last_hidden is None) != (info.last_hidden_norm is None):
+            raise ValueError(
+                f"expected last_hidden exactly when last_hidden_norm is set, found last_hidden_norm "
+                f"{info.last_hidden_norm} and {'no' if last_hidden is None else 'a'} last_hidden in {where}. "
+                "Set last_hidden_norm to pre or post to store it."
+            )
+        hidden = {"hidden_states": (hidden_states, info.num_taps * info.hidden_size)}
+        if last_hidden is not None:
+            hidden["last_hidden"] = (last_hidden, info.hidden_size)
+        for name, (values, width) in hidden.items():
+            if values.shape != (len(ids), width):
+                raise ValueError(wrong_width_error(f"{where}: {name}", [len(ids), width], list(values.shape), info))
+            tensors[name] = values.detach().to("cpu", torch.bfloat16, copy=True)
+        if self._pending and self._pending_tokens + len(ids) > self._shard_tokens:
+            self._flush()
+        self._pending.append(tensors)
+        self._pending_tokens += len(ids)
+        self._num_samples += 1
+        return sample_id
+
+    def write_target(self, embed_tokens: Tensor, lm_head: Tensor | None, norm: Tensor) -> None:
+        """Write the target's embedding [V, D], head [V, D] (None when tied to the embedding) and final norm [D].
+
+        A tied head is left out of the file; `load_target_tensors` gives the embedding for it.
+        """
+        D = self._info.hidden_size
+        tensors = {"embed_tokens.weight": embed_tokens, "norm.weight": norm}
+        if lm_head is not None and lm_head.data_ptr() != embed_tokens.data_ptr():
+            tensors["lm_head.weight"] = lm_head
+        for name, tensor in tensors.items():
+            expected = [D] if name == "norm.weight" else [self._info.vocab_size, D]
+            if list(tensor.shape) != expected:
+                raise ValueError(
+                    f"expected {name} {expected}, found {list(tensor.shape)}. Give the target's own tensor."
+                )
+        _save(self.path / TARGET_FILE, {name: tensor.detach().cpu() for name, tensor in tensors.items()})
+
+    def close(self) -> DatasetInfo:
+        """Write the last shard and then the manifest. Raises ValueError when no sample was added."""
+        if not self._num_samples:
+            raise ValueError(f"expected at least one sample for {self.path}, found none. Add samples before close.")
+        if self._pending:
+            self._flush()
+        values = {field.name: getattr(self._info, field.name) for field in fields(DatasetInfo)}
+        info = DatasetInfo(**{**values, "num_samples": self._num_samples, "shards": tuple(self._shards)})
+        temporary = self.path / (MANIFEST + ".tmp")
+        temporary.write_text(info.to_json())
+        publish(temporary, self.path / MANIFEST)
+        return info
+
+    def _flush(self) -> None:
+        lengths = [len(tensors["input_ids"]) for tensors in self._pending]
+        shard = {name: torch.cat([tensors[name] for tensors in self._pending]) for name in self._pending[0]}
+        shard["offsets"] = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+        file = self.path / f"shard-{len(self._shards):05d}.safetensors"
+        _save(file, shard)
+        self._shards.append(ShardInfo(file.name, len(lengths), sum(lengths), file.stat().st_size, sha256(file)))
+        self._pending, self._pending_tokens = [], 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+
+def _save(file: Path, tensors: dict[str, Tensor]) -> None:
+    temporary = file.with_name(file.name + ".tmp")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(temporary))
+    publish(temporary, file)

@@ -1,0 +1,162 @@
+"""What a dataset folder is made of: its manifest, its file names, and what reading and writing check alike."""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+FORMAT_VERSION = 1
+MANIFEST = "dataset.json"
+TARGET_FILE = "target.safetensors"
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """What the manifest says about a shard file."""
+
+    file: str
+    num_samples: int
+    num_tokens: int
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """The manifest. `target_config` is the target's config.json; `last_hidden_norm` is None without last_hidden."""
+
+    format_version: int
+    target_name: str
+    target_config: dict[str, Any]
+    hidden_size: int
+    target_layer_ids: tuple[int, ...]
+    vocab_size: int
+    mask_token_id: int
+    last_hidden_norm: str | None
+    num_samples: int
+    shards: tuple[ShardInfo, ...]
+
+    def __post_init__(self) -> None:
+        if self.format_version != FORMAT_VERSION:
+            raise ValueError(
+                f"expected dataset format version {FORMAT_VERSION}, found {self.format_version}. "
+                "Convert the dataset with this version."
+            )
+        if not self.target_layer_ids or self.hidden_size <= 0:
+            raise ValueError(
+                f"expected target_layer_ids and a positive hidden_size, found {list(self.target_layer_ids)} and "
+                f"{self.hidden_size}. Name the layers that the hidden states come from."
+            )
+        if self.last_hidden_norm not in ("pre", "post", None):
+            raise ValueError(
+                f"expected last_hidden_norm to be pre, post or null, found {self.last_hidden_norm!r}. Say whether the "
+                "final norm was applied."
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"expected mask_token_id in 0..{self.vocab_size - 1}, found {self.mask_token_id}. Choose a token of "
+                "the vocabulary."
+            )
+
+    @property
+    def num_taps(self) -> int:
+        """L, the target layers whose hidden states are concatenated."""
+        return len(self.target_layer_ids)
+
+    def to_json(self) -> str:
+        """The manifest's text."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "DatasetInfo":
+        """Parse a manifest. Raises ValueError for text that is no manifest, naming missing and unknown keys."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"expected {MANIFEST} to be JSON, found {error}. Write the dataset again.") from error
+        _check_keys(values, {field.name for field in fields(cls)}, MANIFEST)
+        for shard in values["shards"]:
+            _check_keys(shard, {field.name for field in fields(ShardInfo)}, f"a shard of {MANIFEST}")
+        values["shards"] = tuple(ShardInfo(**shard) for shard in values["shards"])
+        values["target_layer_ids"] = tuple(values["target_layer_ids"])
+        return cls(**values)
+
+
+def check_tokens(ids: NDArray[np.integer], mask: NDArray[np.integer], vocab_size: int, where: str) -> None:
+    """Raise ValueError for the first token id outside the vocabulary or the first mask value that is not 0 or 1."""
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(outside):
+        raise ValueError(
+            f"expected token ids in 0..{vocab_size - 1} in {where}, found {ids[outside[0]]} at position {outside[0]}. "
+            "Check the tokenizer, or set vocab_size to the target's."
+        )
+    wrong = np.flatnonzero((mask != 0) & (mask != 1))
+    if len(wrong):
+        raise ValueError(
+            f"expected loss_mask values 0 and 1 in {where}, found {mask[wrong[0]]} at position {wrong[0]}. "
+            "Write 1 for supervised tokens."
+        )
+
+
+def mask_length_error(where: str, length: int, found: list[int]) -> str:
+    """The message for a loss mask that has not one value a token."""
+    return (
+        f"expected loss_mask of {length} values, one a token, in {where}, found shape {found}. "
+        "Build the mask from the same tokens."
+    )
+
+
+def wrong_width_error(where: str, expected: list[int], found: list[int], info: DatasetInfo) -> str:
+    """The message for hidden states that are not [T, L*D]."""
+    return (
+        f"expected {where} {expected} ({info.num_taps} target_layer_ids {list(info.target_layer_ids)}, hidden size "
+        f"{info.hidden_size}), found {found}. Correct target_layer_ids, or extract with these layers."
+    )
+
+
+def open_safetensors(file: Path) -> Any:
+    """Map a safetensors file. Raises ValueError when its header cannot be read or does not fit its size."""
+    try:
+        return safe_open(str(file), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"expected a safetensors file in {file}, found one that cannot be read: truncated or half-written "
+            f"({error}). Copy it or write it again."
+        ) from error
+
+
+def publish(temporary: Path, file: Path) -> None:
+    """Make a finished file appear under its name only once its bytes are on disk."""
+    _fsync(temporary)
+    temporary.rename(file)
+    _fsync(file.parent)
+
+
+def sha256(file: Path) -> str:
+    """The file's hash in hex."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_keys(values: object, expected: set[str], where: str) -> None:
+    found = set(values) if isinstance(values, dict) else set()
+    if found != expected:
+        missing, unknown = (", ".join(sorted(keys)) or "none" for keys in (expected - found, found - expected))
+        raise ValueError(
+            f"expected the keys {', '.join(sorted(expected))} in {where}, found {missing} missing and {unknown} unknown. "
+            "Write the dataset with this version."
+        )

@@ -1,0 +1,173 @@
+"""From settings and a dataset to the parts of an engine: the drafter's config, the frozen target, the buckets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from buffers.dataset import Dataset, load_target_tensors
+from buffers.manifest import DatasetInfo
+from buffers.planner import Plan, plan_buckets
+from buffers.shapes import ATTENTION_TILE, Bucket, anchors_for, round_up
+from engine.drafter_config import DrafterConfig, load_drafter_config
+from engine.engine import FrozenTarget
+from engine.rope import rope_from_config
+from engine.settings import Settings, SettingsError
+from engine.work import planning_cost
+
+
+def resolve_device(wanted: str) -> torch.device:
+    """run.device as a torch device. Raises SettingsError when CUDA is required and absent."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise SettingsError(
+            'run.device = "cuda" requires a GPU, found none that torch can use; check the driver and that torch is a CUDA build '
+            f'(this one is {torch.__version__}), or set run.device = "auto" to train on the CPU'
+        )
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted, torch.cuda.current_device()) if wanted == "cuda" else torch.device(wanted)
+
+
+def resolve_precision(wanted: str, device: torch.device) -> str:
+    """run.precision as bf16 or fp32: bf16 on CUDA, fp32 on the CPU unless asked otherwise."""
+    if wanted != "auto":
+        return wanted
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
+def drafter_config(settings: Settings, info: DatasetInfo) -> DrafterConfig:
+    """The drafter for this dataset's target: sizes from the target where the settings leave them 0, or model.init's config.
+
+    Raises ValueError for a target whose embedding or head is not a plain matrix, and for an init that does not fit.
+    """
+    target = text_config(info.target_config)
+    refuse_unreproduced(target)
+    model = settings.model
+    if model.init:
+        config = load_drafter_config(model.init)
+        for name, expected in (
+            ("hidden_size", info.hidden_size), ("target_layer_ids", info.target_layer_ids), ("vocab_size", info.vocab_size),
+            ("mask_token_id", info.mask_token_id),
+        ):  # fmt: skip
+            if getattr(config, name) != expected:
+                raise ValueError(
+                    f"model.init: {model.init} has {name} {getattr(config, name)}, the dataset has {expected}; "
+                    "extract hidden states for this drafter or start from another"
+                )
+        return config
+    heads = model.num_attention_heads or _needed(target, "num_attention_heads")
+    return DrafterConfig(
+        block_size=model.block_size,
+        mask_token_id=info.mask_token_id,
+        target_layer_ids=info.target_layer_ids,
+        num_target_layers=_needed(target, "num_hidden_layers"),
+        hidden_size=info.hidden_size,
+        intermediate_size=model.intermediate_size or _needed(target, "intermediate_size"),
+        num_attention_heads=heads,
+        num_key_value_heads=model.num_key_value_heads or int(target.get("num_key_value_heads") or heads),
+        head_dim=model.head_dim or int(target.get("head_dim") or info.hidden_size // heads),
+        vocab_size=info.vocab_size,
+        layer_types=model.types_of_layers,
+        sliding_window=model.sliding_window or None,
+        rms_norm_eps=float(target.get("rms_norm_eps", 1e-6)),
+        rope=rope_from_config(target),
+        max_position_embeddings=int(target.get("max_position_embeddings", 32768)),
+        bos_token_id=target.get("bos_token_id"),
+        eos_token_id=_first(target.get("eos_token_id")),
+    )
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a Hugging Face config.json: multimodal targets nest it."""
+    return config.get("text_config") or config
+
+
+def refuse_unreproduced(target: dict[str, Any]) -> None:
+    """Raises ValueError naming what of this target's embedding or head the drafter would get wrong."""
+    model_type = str(target.get("model_type", ""))
+    problems = []
+    if model_type.startswith(("gemma", "t5gemma", "recurrent_gemma")):
+        problems.append(f"model_type {model_type} scales its embedding")
+    if target.get("final_logit_softcapping"):
+        problems.append(f"final_logit_softcapping {target['final_logit_softcapping']}")
+    for key in ("lm_head_bias", "embedding_multiplier", "logits_scaling", "logit_scale", "embedding_scale", "scale_emb"):
+        if target.get(key) not in (None, False, 1, 1.0):
+            problems.append(f"{key} {target[key]}")
+    if problems:
+        raise ValueError(f"target cannot be reproduced: {'; '.join(problems)}. Only plain embeddings and heads are supported")
+
+
+def frozen_target(settings: Settings, dataset: Dataset) -> FrozenTarget:
+    """Embedding, head and norm from data.target or the dataset's own target.safetensors; shapes checked."""
+    info = dataset.info
+    where = settings.data.target or str(dataset.path)
+    tensors = load_target_tensors(where)
+    embed, head, norm = (tensors[f"{name}.weight"] for name in ("embed_tokens", "lm_head", "norm"))
+    for name, tensor, expected in (
+        ("embed_tokens.weight", embed, (info.vocab_size, info.hidden_size)),
+        ("lm_head.weight", head, (info.vocab_size, info.hidden_size)),
+        ("norm.weight", norm, (info.hidden_size,)),
+    ):
+        if tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"{where}: {name} has shape {tuple(tensor.shape)}, expected {expected} from dataset.json; "
+                "point data.target to the checkpoint that the hidden states were made with"
+            )
+    eps = float(text_config(info.target_config).get("rms_norm_eps", 1e-6))
+    return FrozenTarget(embed, head, norm, eps, info.last_hidden_norm)
+
+
+def initial_weights(settings: Settings) -> dict[str, torch.Tensor] | None:
+    """The tensors of model.init, or None to draw new ones."""
+    if not settings.model.init:
+        return None
+    file = Path(settings.model.init) / "model.safetensors"
+    if not file.is_file():
+        raise ValueError(f"model.init: expected {file}, found no such file; give a drafter's folder")
+    return load_file(file)
+
+
+def make_plan(settings: Settings, dataset: Dataset, config: DrafterConfig, device: torch.device) -> Plan:
+    """The buckets for a dataset: planned, or the fixed lengths of the settings with N and B by the same rules."""
+    b = settings.buckets
+    shared = {"num_anchors": b.num_anchors, "K": config.block_size, "token_budget": b.token_budget, "max_rows": b.max_rows}
+    cost = planning_cost(config, device.type)
+    if not b.lengths:
+        return plan_buckets(
+            dataset.lengths, dataset.eligible_counts, max_buckets=b.max_buckets, max_length=b.max_length, cost=cost,
+            too_long=settings.data.too_long, **shared,
+        )  # fmt: skip
+    return _fixed_plan(settings, dataset, config)
+
+
+def _fixed_plan(settings: Settings, dataset: Dataset, config: DrafterConfig) -> Plan:
+    b = settings.buckets
+    buckets, samples, batches, useful = [], [], [], []
+    edges = [round_up(length, ATTENTION_TILE) for length in b.lengths]
+    lengths = np.minimum(dataset.lengths, edges[-1]) if settings.data.too_long != "skip" else dataset.lengths
+    lower = 0
+    for S in edges:
+        inside = (lengths > lower) & (lengths <= S)
+        lower = S
+        most = int(dataset.eligible_counts[inside].max(initial=1))
+        N = anchors_for(min(most, S), b.num_anchors, config.block_size, ATTENTION_TILE)
+        per_row = S + N * config.block_size
+        rows = min(b.max_rows, b.token_budget // per_row)
+        if not rows:
+            raise ValueError(
+                f"buckets.token_budget: a row of {S} tokens with {N} anchors takes {per_row}, the budget is {b.token_budget}; "
+                f"raise it to {per_row} or lower buckets.num_anchors"
+            )
+        count = int(inside.sum())
+        bucket = Bucket(B=max(1, min(rows, count)), S=S, N=N, K=config.block_size)
+        buckets.append(bucket)
+        samples.append(count)
+        batches.append(-(-count // bucket.B))
+        useful.append(int(lengths[inside].sum()))
+    too_long = int((dataset.lengths > edges[-1]).sum())
+    zeros = tuple(0.0 for _ in buckets)
+    return Plan(tuple(buckets), 0.0, zeros, tuple(samples), tuple(batches), tuple(useful), too_long)

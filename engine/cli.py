@@ -1,0 +1,210 @@
+"""The engine's commands: their options and their exit codes. bench/cli.py adds its own and is the console script.
+
+What a command does is imported inside the command, so that `--help` never waits for torch. The functions that do the
+work print for people and return their figures as a plain dictionary; `--json` prints that as the last line of stdout.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from engine.settings import Settings, load_settings
+from engine.settings_fields import SettingsError
+
+PROGRAM = "dflash-engine"
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+json_option = click.option("--json", "as_json", is_flag=True, help="End stdout with one line of JSON: the figures.")
+config_option = click.option(
+    "--config", metavar="FILE", type=click.Path(dir_okay=False), help="TOML file of settings; defaults without it."
+)
+set_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Change one setting, as in run.device=cpu; may be repeated. Names: docs/settings.md.",
+)
+
+
+def echo_json(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(figures))
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name=PROGRAM, prog_name=PROGRAM)
+@click.option(
+    "--traceback", is_flag=True, envvar="DFLASH_TRACEBACK", help="Show where an error arose (also DFLASH_TRACEBACK=1)."
+)
+def cli(traceback: bool) -> None:
+    """Train DFlash drafters with the whole step in CUDA graphs.
+
+    Exit codes: 0 done, 1 failed, 2 bad usage or settings, 130 interrupted with a checkpoint saved.
+    """
+
+
+@cli.command()
+@click.option(
+    "--out",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("runs/demo"),
+    show_default=True,
+    help="Where the dataset, the drafter, metrics.jsonl and the picture go.",
+)
+@click.option("--steps", type=click.IntRange(min=0), default=0, help="Optimizer steps; 0 takes the demo's own number.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights and order.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto takes CUDA if there is a device; cuda refuses to start without one.",
+)
+@json_option
+def demo(out: Path, steps: int, seed: int, device: str, as_json: bool) -> None:
+    """The whole way on this machine, in minutes.
+
+    Captures the embedded target's hidden states over Python's standard library, plans buckets, trains a drafter, and
+    decodes held-out files with it, before and after training.
+    """
+    from engine.demo import run_demo
+
+    echo_json(run_demo(out, steps=steps, seed=seed, device=device), as_json)
+
+
+@cli.command()
+@click.argument("data", type=click.Path(path_type=Path))
+@config_option
+@set_option
+@json_option
+def plan(data: Path, config: str | None, overrides: Sequence[str], as_json: bool) -> None:
+    """Plan the buckets for the dataset in the folder DATA, and show what each costs and wastes."""
+    settings = load_settings(config, overrides)
+    from engine.planning import show_plan
+
+    echo_json(show_plan(data, settings), as_json)
+
+
+@cli.command()
+@click.argument("config", required=False, type=click.Path(dir_okay=False))
+@set_option
+@click.option(
+    "--resume/--no-resume",
+    default=True,
+    show_default=True,
+    help="Go on from the last checkpoint in run.output if there is one; --no-resume refuses a folder that has one.",
+)
+@json_option
+def train(config: str | None, overrides: Sequence[str], resume: bool, as_json: bool) -> None:
+    """Train a drafter as the TOML file CONFIG says.
+
+    Ctrl-C saves a checkpoint before it ends; the same command then goes on from there.
+    """
+    settings = load_settings(config, overrides)
+    require_data(settings)
+    from engine.train import train as train_drafter
+
+    echo_json(train_drafter(settings, resume=resume), as_json)
+
+
+def require_data(settings: Settings) -> None:
+    if not settings.data.path:
+        raise SettingsError(
+            "data.path: expected a dataset's folder, found nothing. Set it in [data] or with --set data.path=FOLDER."
+        )
+
+
+@cli.command()
+@click.argument("source", metavar="RUN_OR_CHECKPOINT", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@json_option
+def export(source: Path, out: Path, as_json: bool) -> None:
+    """Write a trained drafter to the folder OUT as vLLM, SGLang and llama.cpp load it.
+
+    RUN_OR_CHECKPOINT is a run's folder (its best checkpoint is taken, or its last if none was evaluated) or one
+    checkpoint's. OUT gets config.json and model.safetensors in bf16, and must not hold a drafter yet.
+    """
+    from engine.export import export_drafter
+
+    echo_json(export_drafter(source, out), as_json)
+
+
+@cli.command("eval")
+@click.argument("drafter", type=click.Path(path_type=Path))
+@click.argument("data", type=click.Path(path_type=Path))
+@click.option("--decode", is_flag=True, help="Decode for real as well, with the embedded target.")
+@config_option
+@set_option
+@json_option
+def evaluate(
+    drafter: Path,
+    data: Path,
+    decode: bool,
+    config: str | None,
+    overrides: Sequence[str],
+    as_json: bool,
+) -> None:
+    """Measure the drafter in the folder DRAFTER on the dataset in the folder DATA.
+
+    Prints loss, accuracy per slot and the accepted length of a block, teacher-forced: every block starts from the
+    data's own tokens. Of the settings it uses [data], [buckets] and [run].
+    """
+    settings = load_settings(config, overrides)
+    from engine.evaluate import evaluate_drafter
+
+    echo_json(evaluate_drafter(drafter, data, settings, decode=decode), as_json)
+
+
+@cli.group()
+def data() -> None:
+    """Look at datasets of hidden states."""
+
+
+@data.command("inspect")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--verify", is_flag=True, help="Read every byte and compare it with the manifest's sha256.")
+@json_option
+def data_inspect(path: Path, verify: bool, as_json: bool) -> None:
+    """Check the dataset in the folder PATH, and show its target, sizes and lengths."""
+    from engine.inspection import inspect_dataset
+
+    echo_json(inspect_dataset(path, verify=verify), as_json)
+
+
+def run(group: click.Group, args: Sequence[str] | None = None) -> int:
+    """Runs a command line (None: the process's own) and returns its exit code.
+
+    Errors that a user can mend (ValueError, OSError, MemoryError and what is derived from them) become one line on
+    stderr. Anything else is a fault of ours and keeps its traceback.
+    """
+    traceback = False
+    try:
+        with group.make_context(PROGRAM, list(sys.argv[1:] if args is None else args)) as context:
+            traceback = context.params["traceback"]
+            code = group.invoke(context)
+        return code if isinstance(code, int) else 0
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        return EXIT_INTERRUPTED
+    except (ValueError, OSError, MemoryError) as error:
+        if traceback:
+            raise
+        click.echo(f"error: {_one_line(error)}", err=True)
+        return EXIT_USAGE if isinstance(error, SettingsError) else EXIT_FAILED
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}."
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,326 @@
+"""The drafter's config.json: z-lab's keys as one frozen dataclass.
+
+The same file is read by vLLM, SGLang and llama.cpp. What changes a server's arithmetic and is not reproduced by
+the engine (DFlash2, DSpark, Domino, sinks, soft-capping ...) is refused by name when the file is read.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from engine.rope import RopeConfig, rope_from_config, rope_to_config
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Sizes and rules of a DFlash drafter; the number of layers is the length of `layer_types`.
+
+    `causal_layers` says for each layer whether a draft slot sees only the slots up to its own in its block; None means
+    the servers' default: sliding layers causal, full layers not.
+    """
+
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    layer_types: tuple[str, ...]
+    sliding_window: int | None = None
+    causal_layers: tuple[bool, ...] | None = None
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
+    max_position_embeddings: int = 32768
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    tie_word_embeddings: bool = False
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.causal_layers is None:
+            object.__setattr__(self, "causal_layers", _default_causal(self.layer_types))
+        _check(self)
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def num_taps(self) -> int:
+        """L: target layers whose hidden states are concatenated."""
+        return len(self.target_layer_ids)
+
+    def layer_causal(self, i: int) -> bool:
+        """Whether layer `i` is causal inside a block."""
+        assert self.causal_layers is not None
+        return self.causal_layers[i]
+
+    def layer_window(self, i: int) -> int | None:
+        """W of layer `i`: slot k of the block at anchor a sees context keys >= a + k - (W - 1). None: a full layer."""
+        return self.sliding_window if self.layer_types[i] == SLIDING else None
+
+    def export_is_causal(self) -> bool | None:
+        """The top-level `is_causal` to write: the layers' common value, or None (leave the key out) for the default.
+
+        A server applies the flag to every layer, so any other mix cannot be written: ValueError.
+        """
+        assert self.causal_layers is not None
+        if len(set(self.causal_layers)) == 1:
+            return self.causal_layers[0]
+        if self.causal_layers == _default_causal(self.layer_types):
+            return None
+        raise ValueError(
+            "causal_layers: expected one value for all layers or the default mix (sliding causal, full not), found "
+            f"{list(self.causal_layers)} for {list(self.layer_types)}. config.json has one is_causal for the whole "
+            "drafter."
+        )
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, object]) -> "DrafterConfig":
+        """Read the object of a config.json. `dflash_config` wins over the top level (SGLang). Raises ValueError."""
+        inner = config.get("dflash_config") or {}
+        if not isinstance(inner, Mapping):
+            raise ValueError(f"dflash_config: expected an object, found {inner!r}. Correct the drafter's config.json.")
+        merged = {**config, **inner}
+        _refuse_unknown_arithmetic(config, merged)
+        num_layers = _integer(config, "num_hidden_layers")
+        layer_types, window = _layers(config, inner, num_layers)
+        is_causal = config.get("is_causal")
+        if is_causal is None:
+            is_causal = inner.get("causal")
+        heads = _integer(config, "num_attention_heads")
+        hidden_size = _integer(config, "hidden_size")
+        taps = merged.get("target_layer_ids")
+        if not isinstance(taps, Sequence) or isinstance(taps, str) or not taps:
+            raise ValueError(
+                f"target_layer_ids: expected a list of layer numbers in dflash_config, found {taps!r}. Correct the "
+                "config.json."
+            )
+        return cls(
+            block_size=_integer(merged, "block_size"),
+            mask_token_id=_integer(merged, "mask_token_id"),
+            target_layer_ids=tuple(int(i) for i in taps),
+            num_target_layers=_integer(merged, "num_target_layers"),
+            hidden_size=hidden_size,
+            intermediate_size=_integer(config, "intermediate_size"),
+            num_attention_heads=heads,
+            num_key_value_heads=_integer(config, "num_key_value_heads", heads),
+            head_dim=_integer(config, "head_dim", hidden_size // heads),
+            vocab_size=_integer(config, "vocab_size"),
+            layer_types=layer_types,
+            sliding_window=window,
+            causal_layers=None if is_causal is None else (bool(is_causal),) * num_layers,
+            rms_norm_eps=float(str(config.get("rms_norm_eps", 1e-6))),
+            rope=rope_from_config(config),
+            max_position_embeddings=_integer(config, "max_position_embeddings", 32768),
+            bos_token_id=_token(config, "bos_token_id"),
+            eos_token_id=_token(config, "eos_token_id"),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """The object of a config.json that servers load; raises ValueError as `export_is_causal` does."""
+        is_causal = self.export_is_causal()
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+            "model_type": "qwen3",
+            "block_size": self.block_size,
+            "dflash_config": {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)},
+            **({} if is_causal is None else {"is_causal": is_causal}),
+            "num_target_layers": self.num_target_layers,
+            "num_hidden_layers": self.num_hidden_layers,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "layer_types": list(self.layer_types),
+            "max_window_layers": self.num_hidden_layers,
+            "sliding_window": self.sliding_window,
+            "use_sliding_window": SLIDING in self.layer_types,
+            "max_position_embeddings": self.max_position_embeddings,
+            **rope_to_config(self.rope),
+            "vocab_size": self.vocab_size,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_id,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "use_cache": True,
+            "dtype": self.dtype,
+        }
+
+
+def load_drafter_config(directory: str | Path) -> DrafterConfig:
+    """Read `directory`/config.json. Raises ValueError when the file is missing or refused."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"drafter config: expected the file {path}, found none. Pass a folder with config.json and "
+            "model.safetensors."
+        )
+    return DrafterConfig.from_json(json.loads(path.read_text(encoding="utf-8")))
+
+
+def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
+    """The published choice of layers: t_i = round(1 + i (T - 4) / (L - 1)); one tap takes the middle layer (SGLang)."""
+    if num_taps == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    if num_taps < 1 or span < num_taps - 1:
+        raise ValueError(
+            f"target layers: expected 1 to {max(span + 1, 1)} taps for a target of {num_target_layers} layers, "
+            f"found {num_taps}. "
+            "Tap fewer layers or name target_layer_ids."
+        )
+    return tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
+
+
+def _default_causal(layer_types: Sequence[str]) -> tuple[bool, ...]:
+    return tuple(kind == SLIDING for kind in layer_types)
+
+
+def _integer(config: Mapping[str, object], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}: expected an integer, found {value!r}. Correct the drafter's config.json.")
+    return value
+
+
+def _token(config: Mapping[str, object], name: str) -> int | None:
+    value = config.get(name)
+    return value if isinstance(value, int) else None
+
+
+def _layers(
+    config: Mapping[str, object], inner: Mapping[str, object], num_layers: int
+) -> tuple[tuple[str, ...], int | None]:
+    """Kinds and window. Model-Optimizer writes dflash_config.use_swa for "every layer slides", no layer_types."""
+    if inner.get("use_swa"):
+        return (SLIDING,) * num_layers, _integer({**config, **inner}, "swa_window_size", _window(config))
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first_sliding = _integer(config, "max_window_layers", 0) if config.get("use_sliding_window") else num_layers
+        kinds = [SLIDING if i >= first_sliding else FULL for i in range(num_layers)]
+    if not isinstance(kinds, Sequence) or len(kinds) != num_layers:
+        raise ValueError(
+            f"layer_types: expected {num_layers} entries (num_hidden_layers), found {kinds!r}. Correct the config.json."
+        )
+    kinds = tuple(str(kind) for kind in kinds)
+    return kinds, _window(config) if SLIDING in kinds else None
+
+
+def _window(config: Mapping[str, object]) -> int | None:
+    return None if config.get("sliding_window") is None else _integer(config, "sliding_window")
+
+
+# Keys that change what a server computes, with the value that means "not used".
+_NOT_REPRODUCED: dict[str, tuple[object, ...]] = {
+    "projector_type": (None, "dflash"),
+    "conv_kernel_size": (None,),
+    "conv_group_size": (None,),
+    "selector_rank": (None,),
+    "selector_top_k": (None,),
+    "markov_rank": (None, 0),
+    "output_multiplier": (None, 1.0),
+    "final_logit_softcapping": (None,),
+    "attention_sink_bias": (None, False),
+    "attention_value_scale": (None, 1.0),
+    "attention_bias": (None, False),
+    "logit_scale": (None, 1.0),
+    "is_neox_style": (None, True),
+    "hidden_act": (None, "silu"),
+}
+
+
+def _refuse_unknown_arithmetic(config: Mapping[str, object], merged: Mapping[str, object]) -> None:
+    architectures = config.get("architectures") or ["DFlashDraftModel"]
+    if architectures != ["DFlashDraftModel"]:
+        raise ValueError(
+            f"architectures: expected ['DFlashDraftModel'], found {architectures}. Only plain DFlash drafters are "
+            "trained here."
+        )
+    for name, unused in _NOT_REPRODUCED.items():
+        if merged.get(name) not in unused:
+            raise ValueError(
+                f"{name}: expected {unused[-1]!r}, found {merged[name]!r}, which is not reproduced here. Use a "
+                "plain DFlash drafter."
+            )
+    for name, same in (("draft_vocab_size", "vocab_size"), ("target_hidden_size", "hidden_size")):
+        if merged.get(name) not in (None, config.get(same)):
+            raise ValueError(
+                f"{name}: expected {same} {config.get(same)}, found {merged[name]}. A drafter of another size than "
+                "its target is not reproduced here."
+            )
+
+
+def _check(config: DrafterConfig) -> None:
+    for name in (
+        "num_target_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+    ):
+        if getattr(config, name) < 1:
+            raise ValueError(
+                f"{name}: expected a positive integer, found {getattr(config, name)}. Correct the drafter's settings."
+            )
+    if config.block_size < 2:
+        raise ValueError(
+            f"block_size: expected at least 2 (the anchor and one draft), found {config.block_size}. Choose 4 to 32."
+        )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads: expected a multiple of num_key_value_heads {config.num_key_value_heads}, "
+            f"found {config.num_attention_heads}. Correct one of them."
+        )
+    if not 0 <= config.mask_token_id < config.vocab_size:
+        raise ValueError(
+            f"mask_token_id: expected 0 to {config.vocab_size - 1} (vocab_size {config.vocab_size}), found "
+            f"{config.mask_token_id}. Name a token of the vocabulary."
+        )
+    if not config.target_layer_ids or list(config.target_layer_ids) != sorted(set(config.target_layer_ids)):
+        raise ValueError(
+            f"target_layer_ids: expected ascending layer numbers, each once, found {list(config.target_layer_ids)}. "
+            "Correct the list."
+        )
+    if not 0 <= config.target_layer_ids[0] <= config.target_layer_ids[-1] < config.num_target_layers:
+        raise ValueError(
+            f"target_layer_ids: expected numbers in 0..{config.num_target_layers - 1} (num_target_layers "
+            f"{config.num_target_layers}), "
+            f"found {list(config.target_layer_ids)}. Correct the list."
+        )
+    unknown = [kind for kind in config.layer_types if kind not in (FULL, SLIDING)]
+    if unknown or not config.layer_types:
+        raise ValueError(
+            f"layer_types: expected {FULL} or {SLIDING} for at least one layer, found {list(config.layer_types)}. "
+            "Correct the list."
+        )
+    if SLIDING in config.layer_types and (config.sliding_window is None or config.sliding_window < 1):
+        raise ValueError(
+            f"sliding_window: expected a positive window for the sliding layers, found {config.sliding_window}. Set "
+            "it in the config."
+        )
+    if config.causal_layers is not None and len(config.causal_layers) != len(config.layer_types):
+        raise ValueError(
+            f"causal_layers: expected {len(config.layer_types)} entries, found {len(config.causal_layers)}. Give "
+            "one for each layer."
+        )

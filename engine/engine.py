@@ -1,0 +1,167 @@
+"""The engine: a drafter, its frozen target head, its buckets' inputs and the captured steps over them.
+
+Three kinds of step: `train <bucket>` (forward and backward of one micro-batch), `eval <bucket>` (forward only) and `update`.
+All of them read and write fixed memory only, so they are captured once and replayed; on the CPU they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from buffers.shapes import Bucket
+from engine.drafter_config import DrafterConfig
+from engine.kernels import select_ops
+from engine.metrics import Metrics
+from engine.model import Drafter
+from engine.objective import Objective, TargetHead
+from engine.optimizer import AdamW
+from engine.params import ParamArena
+from engine.settings import ObjectiveSettings, OptimizerSettings
+from engine.step import StepParts, forward_backward, forward_only
+from graphs.executor import BuildReport, make_executor
+from graphs.parity import Difference, worst_difference
+
+Inputs = Callable[[Bucket], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class FrozenTarget:
+    """What the drafter borrows: embed_tokens and lm_head [V, D], the final norm [D] and its eps; last_hidden_norm says
+    whether the dataset's last_hidden is already normed ("post") or not ("pre")."""
+
+    embed_tokens: Tensor
+    lm_head: Tensor
+    norm: Tensor
+    norm_eps: float = 1e-6
+    last_hidden_norm: str | None = None
+
+
+class Engine:
+    """Owns parameters, optimizer state, metrics and graphs; the inputs belong to whoever passes `inputs`.
+
+    Build order: construct, load or initialise `params`, `build()`, then steps. `close()` frees the graphs.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        target: FrozenTarget,
+        buckets: Sequence[Bucket],
+        inputs: Inputs,
+        *,
+        device: torch.device,
+        objective: ObjectiveSettings,
+        optimizer: OptimizerSettings | None,
+        precision: str = "fp32",
+        attention: str = "auto",
+        chunk_rows: int = 2048,
+        evaluation: bool = False,
+    ) -> None:
+        """optimizer None: forward and backward only, no masters and moments. precision: bf16 | fp32."""
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        grad_dtype = torch.bfloat16 if dtype == torch.bfloat16 and (optimizer is None or optimizer.grad_dtype == "bf16") else torch.float32
+        self.config, self.device, self.precision = config, device, precision
+        self.buckets = tuple(sorted(buckets, key=lambda bucket: bucket.tokens))
+        self.ops = select_ops(device, attention)
+        self.params = ParamArena(config, device, dtype=dtype, grad_dtype=grad_dtype, trainable=optimizer is not None)
+        self.embed_tokens = target.embed_tokens.to(device, dtype)
+        same = target.lm_head.data_ptr() == target.embed_tokens.data_ptr()
+        self.head = TargetHead(
+            self.embed_tokens if same else target.lm_head.to(device, dtype),
+            None if target.last_hidden_norm == "post" else target.norm.to(device, dtype),
+            target.norm_eps,
+        )
+        self.objective = _objective(objective, config.block_size, device)
+        self.metrics, self.eval_metrics = Metrics(config.block_size, device), Metrics(config.block_size, device)
+        longest = max(bucket.S for bucket in self.buckets)
+        self.drafter = Drafter(config, self.params, self.embed_tokens, self.ops, max_positions=longest + config.block_size)
+        self.parts = StepParts(self.drafter, self.head, self.objective, self.ops, self.metrics, chunk_rows)
+        self.optimizer: AdamW | None = None
+        if optimizer is not None:
+            o = optimizer
+            self.optimizer = AdamW(
+                self.params, self.ops, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay, clip_norm=o.clip_norm
+            )
+        self._denominator = self.optimizer.denominator if self.optimizer else torch.zeros((), dtype=torch.float64, device=device)
+        self.executor = make_executor(device)
+        self._inputs = inputs
+        for bucket in reversed(self.buckets):
+            self.executor.add(f"train {bucket.name}", partial(forward_backward, self.parts, inputs(bucket), self._denominator))
+        if evaluation:
+            for bucket in reversed(self.buckets):
+                self.executor.add(f"eval {bucket.name}", partial(forward_only, self.parts, inputs(bucket), self.eval_metrics))
+        if self.optimizer is not None:
+            self.executor.add("update", self.optimizer.update)
+
+    def build(self) -> list[BuildReport]:
+        """Compiles and captures everything, on inputs without content; parameters and optimizer state stay as they are."""
+        for bucket in self.buckets:
+            for name, tensor in self._inputs(bucket).items():
+                # Rows of length 0, no block kept: every number is finite, every weight 0, and the update skips itself.
+                tensor.zero_()
+        reports = self.executor.build()
+        self.zero_()
+        if self.optimizer is not None:
+            self.optimizer.skipped.zero_()
+        self.executor.times.clear()
+        return reports
+
+    def micro_step(self, bucket: Bucket) -> None:
+        """Forward and backward of what the bucket's inputs hold; gradients and metrics are added up."""
+        self.executor.run(f"train {bucket.name}")
+
+    def eval_step(self, bucket: Bucket) -> None:
+        """Forward of what the bucket's inputs hold, into eval_metrics."""
+        self.executor.run(f"eval {bucket.name}")
+
+    def update(self, lr: float) -> None:
+        """One optimizer step from the gradients added up since the last one. lr is written on the stream: no wait."""
+        assert self.optimizer is not None, "the engine was built without an optimizer"
+        self.optimizer.lr.fill_(lr)
+        self.executor.run("update")
+
+    def zero_(self) -> None:
+        """Forgets gradients, the step's weight and all metrics."""
+        for tensor in (self.params.grad, self._denominator):
+            tensor.zero_()
+        self.metrics.zero_()
+        self.eval_metrics.zero_()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradient sums by parameter name; views of the arena, zeroed by the next update."""
+        return dict(self.params.named(self.params.grad))
+
+    def verify(self, bucket: Bucket) -> Difference | None:
+        """Replays the bucket's step on what its inputs hold and compares with the eager twin: every gradient, the step's
+        weight and all metrics. None when bit-equal. Forgets gradients and metrics."""
+        eager = self._outcome(lambda: self.executor.call(f"train {bucket.name}"))
+        fast = self._outcome(lambda: self.executor.run(f"train {bucket.name}"))
+        self.zero_()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the eager twin's memory lies outside the graphs' pool
+        return worst_difference(fast, eager)
+
+    def close(self) -> None:
+        """Frees all graphs; the engine takes no step after it."""
+        self.executor.close()
+
+    def _outcome(self, step: Callable[[], None]) -> dict[str, Tensor]:
+        self.zero_()
+        step()
+        sums = {"metrics": self.metrics.sums, "slots": self.metrics.slots, "denominator": self._denominator}
+        return {name: tensor.clone() for name, tensor in (self.gradients() | sums).items()}
+
+
+def _objective(settings: ObjectiveSettings, block_size: int, device: torch.device) -> Objective:
+    def scalar(value: float) -> Tensor:
+        return torch.tensor(value, dtype=torch.float32, device=device)
+
+    return Objective(
+        settings.weighting, settings.kl_weight > 0, settings.dpace_alpha,
+        ce_weight=scalar(settings.ce_weight), kl_weight=scalar(settings.kl_weight), gamma=scalar(settings.gamma_for(block_size)),
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""Counters that live on the device and only ever grow; the host reads a copy, later, without stopping the queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.objective import BlockSums
+
+_SUMS = ("loss", "weight", "ce", "kl", "accepted", "blocks", "useful_tokens", "slot_tokens", "micro_batches", "bad_micro_batches")
+
+
+class Metrics:
+    """fp64 sums over all micro-batches since the start; addresses fixed, written inside the captured steps."""
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self.sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+        self.slots = torch.zeros(2, block_size - 1, dtype=torch.float64, device=device)
+
+    def add(self, sums: BlockSums, row_lengths_B: Tensor, slot_tokens: int) -> None:
+        """One micro-batch. A sum that is not finite is left out and counted: one bad batch must not hide all that follow."""
+        values = torch.stack([sums.loss, sums.weight, sums.ce, sums.kl, sums.accepted, sums.blocks, row_lengths_B.double().sum()])
+        finite = values.isfinite().all()
+        values = torch.where(finite, values, 0.0)
+        rest = torch.stack([torch.full_like(values[0], slot_tokens), torch.ones_like(values[0]), (~finite).double()])
+        self.sums += torch.cat([values, rest])
+        self.slots += torch.where(finite, torch.stack([sums.correct_k, sums.supervised_k]), 0.0)
+
+    def zero_(self) -> None:
+        """Back to nothing seen."""
+        self.sums.zero_()
+        self.slots.zero_()
+
+    def snapshot(self) -> MetricsSnapshot:
+        """Starts a copy to the host on the current stream and returns at once."""
+        return MetricsSnapshot(self.sums, self.slots)
+
+
+class MetricsSnapshot:
+    """The counters as they stood at one point of the stream."""
+
+    def __init__(self, sums: Tensor, slots: Tensor) -> None:
+        pinned = sums.is_cuda
+        self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned).copy_(t, non_blocking=pinned) for t in (sums, slots)]
+        self._copied = torch.cuda.Event() if pinned else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def ready(self) -> bool:
+        """Whether read() would return without waiting."""
+        return self._copied is None or self._copied.query()
+
+    def read(self) -> MetricSums:
+        """Waits for the copy (not for what was queued after it)."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        sums, slots = (t.tolist() for t in self._host)
+        return MetricSums(dict(zip(_SUMS, sums, strict=True)), correct=slots[0], supervised=slots[1])
+
+
+@dataclass(frozen=True)
+class MetricSums:
+    """Sums as plain numbers; means() makes them readable, `a - b` the sums of the steps between two snapshots."""
+
+    sums: dict[str, float]
+    correct: list[float]
+    supervised: list[float]
+
+    def __sub__(self, earlier: MetricSums) -> MetricSums:
+        return MetricSums(
+            {name: value - earlier.sums[name] for name, value in self.sums.items()},
+            [a - b for a, b in zip(self.correct, earlier.correct, strict=True)],
+            [a - b for a, b in zip(self.supervised, earlier.supervised, strict=True)],
+        )
+
+    def means(self) -> dict[str, float | list[float]]:
+        """loss, ce, kl per unit of weight; accuracy over supervised slots and per slot; accept_len per kept block and
+        tokens_per_verification = accept_len + 1 (the bonus token); useful tokens and the share of padding."""
+        s = self.sums
+        per_weight = {name: _ratio(s[name], s["weight"]) for name in ("loss", "ce", "kl")}
+        accept_len = _ratio(s["accepted"], s["blocks"])
+        return per_weight | {
+            "accuracy": _ratio(sum(self.correct), sum(self.supervised)),
+            "accuracy_per_slot": [_ratio(c, n) for c, n in zip(self.correct, self.supervised, strict=True)],
+            "accept_len": accept_len,
+            "tokens_per_verification": accept_len + 1,
+            "useful_tokens": s["useful_tokens"],
+            "padding": 1 - _ratio(s["useful_tokens"], s["slot_tokens"]),
+            "micro_batches": s["micro_batches"],
+            "bad_micro_batches": s["bad_micro_batches"],
+        }
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else 0.0

@@ -1,0 +1,97 @@
+"""The DFlash drafter's forward pass over a training batch (design section 3; arXiv 2602.06036).
+
+Many blocks of one row are drafted at once: slot 0 of block n holds the token at its anchor, the other slots the mask token.
+All of them attend to the context of target hidden states and to their own block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from engine.drafter_config import DrafterConfig
+from engine.kernels import Attend, Ops
+from engine.mask import DraftMask
+from engine.params import ParamArena
+from engine.rope import rope_attention_scaling, rope_inv_freq
+
+
+class Drafter:
+    """Weights, tables and operations of a drafter; call it with a batch's static inputs."""
+
+    def __init__(self, config: DrafterConfig, params: ParamArena, embedding_VD: Tensor, ops: Ops, *, max_positions: int) -> None:
+        """embedding: the target's, frozen, in compute precision. max_positions: positions the RoPE tables cover (S + K)."""
+        self.config, self.ops, self.embedding = config, ops, embedding_VD
+        self.fc = params.fused("fc.weight")
+        self.hidden_norm, self.norm = params.fused("hidden_norm.weight"), params.fused("norm.weight")
+        self.layers = [_layer_weights(params, f"layers.{i}.") for i in range(config.num_hidden_layers)]
+        device = embedding_VD.device
+        angles = torch.arange(max_positions, device=device)[:, None] * rope_inv_freq(config.rope, config.head_dim, device)
+        scaling = rope_attention_scaling(config.rope)
+        self.cos_PE, self.sin_PE = angles.cos() * scaling, angles.sin() * scaling
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """batch: the tensors of buffers.batching.batch_specs. Returns the final-normed hidden states [B, N, K, D].
+
+        Writes zeros over whatever lies in the padding of batch["target_hidden"]: a weight gradient would take 0 * NaN in.
+        """
+        config, ops = self.config, self.ops
+        B, S, _ = batch["target_hidden"].shape
+        N, K, E = batch["anchor_positions"].shape[1], config.block_size, config.head_dim
+        H, G = config.num_attention_heads, config.num_key_value_heads
+        mask = DraftMask(batch["anchor_positions"], batch["block_keep_mask"], batch["context_start"], K)
+        attends = self._attends(mask, S)
+
+        padding_BS = torch.arange(S, device=mask.anchor_positions.device) >= batch["row_lengths"][:, None]
+        batch["target_hidden"].masked_fill_(padding_BS[..., None], 0)
+        context = ops.linear(rearrange(batch["target_hidden"], "b s f -> (b s) f"), self.fc)
+        _, context = ops.add_rms_norm(context, None, self.hidden_norm, config.rms_norm_eps)
+        context_positions = torch.where(padding_BS, 0, batch["position_ids"]).flatten()
+        draft_positions = self._draft_positions(batch["position_ids"], mask)
+        shape = {"num_kv_heads": G, "head_dim": E, "eps": config.rms_norm_eps}
+        stream, delta = self.embedding[self._draft_ids(batch["input_ids"], mask).flatten()], None
+        for i, layer in enumerate(self.layers):
+            norms = (layer["self_attn.q_norm"], layer["self_attn.k_norm"], self.cos_PE, self.sin_PE)
+            stream, x = ops.add_rms_norm(stream, delta, layer["input_layernorm"], config.rms_norm_eps)
+            q, k, v = ops.qkv_rope(ops.linear(x, layer["qkv"]), *norms, draft_positions, num_heads=H, **shape)
+            _, k_context, v_context = ops.qkv_rope(ops.linear(context, layer["kv"]), *norms, context_positions, num_heads=0, **shape)
+            q, k, v, k_context, v_context = (
+                rearrange(t, "(b t) h e -> b t h e", b=B) for t in (q, k, v, k_context, v_context)
+            )
+            o = attends[i](q, k_context, v_context, k, v)
+            delta = ops.linear(rearrange(o, "b q h e -> (b q) (h e)"), layer["self_attn.o_proj"])
+            stream, x = ops.add_rms_norm(stream, delta, layer["post_attention_layernorm"], config.rms_norm_eps)
+            delta = ops.mlp(x, layer["gate_up"], layer["mlp.down_proj"])
+        _, x = ops.add_rms_norm(stream, delta, self.norm, config.rms_norm_eps)
+        return rearrange(x, "(b n k) d -> b n k d", b=B, n=N)
+
+    def _attends(self, mask: DraftMask, S: int) -> list[Attend]:
+        """One attention a layer; layers of one kind share it, so its mask is built once a step."""
+        kinds = [(self.config.layer_window(i), self.config.layer_causal(i)) for i in range(len(self.layers))]
+        made = {kind: self.ops.attention(mask, S, window=kind[0], causal=kind[1]) for kind in dict.fromkeys(kinds)}
+        return [made[kind] for kind in kinds]
+
+    def _draft_ids(self, input_ids_BS: Tensor, mask: DraftMask) -> Tensor:
+        """x[a], then K - 1 mask tokens; an unused block is mask tokens only, whatever its row holds. int32 [B, N, K]."""
+        first = input_ids_BS.gather(1, mask.anchor_positions.long())
+        first = torch.where(mask.block_keep_mask > 0, first, self.config.mask_token_id)
+        slot = torch.arange(mask.block_size, device=first.device)
+        return torch.where(slot == 0, first[..., None], self.config.mask_token_id)
+
+    def _draft_positions(self, position_ids_BS: Tensor, mask: DraftMask) -> Tensor:
+        """Position of the anchor in its document, plus the slot. int32 [B * N * K]."""
+        at_anchor = position_ids_BS.gather(1, mask.anchor_positions.long())
+        at_anchor = torch.where(mask.block_keep_mask > 0, at_anchor, 0)
+        slot = torch.arange(mask.block_size, device=at_anchor.device, dtype=at_anchor.dtype)
+        return (at_anchor[..., None] + slot).flatten()
+
+
+def _layer_weights(params: ParamArena, prefix: str) -> dict:
+    names = [f"{prefix}self_attn.{part}_proj.weight" for part in "qkv"]
+    weights = {"qkv": params.fused(*names), "kv": params.fused(*names[1:])}
+    weights["gate_up"] = params.fused(f"{prefix}mlp.gate_proj.weight", f"{prefix}mlp.up_proj.weight")
+    singles = ("self_attn.o_proj", "mlp.down_proj", "self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm")
+    return weights | {name: params.fused(f"{prefix}{name}.weight") for name in singles}

@@ -1,0 +1,108 @@
+"""Residual addition and RMSNorm in one pass each way (Triton). One program a row forward; fixed runs of rows backward, so
+that the weight's gradient is summed in a fixed order. D is a run-time number: one compile serves every bucket."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.ops.weight import Weight
+
+_BACKWARD_PROGRAMS = 512
+
+
+@triton.jit(do_not_specialize=["R"])
+def _forward(residual_ptr, delta_ptr, weight_ptr, total_ptr, out_ptr, rstd_ptr, R, D, eps, HAS_DELTA: tl.constexpr, BLOCK_D: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    ok = d < D
+    x = tl.load(residual_ptr + row * D + d, ok, 0.0).to(tl.float32)
+    if HAS_DELTA:
+        x += tl.load(delta_ptr + row * D + d, ok, 0.0).to(tl.float32)
+        stored = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * D + d, stored, ok)
+        x = stored.to(tl.float32)  # the norm sees the stream as it is stored, as in plain torch
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 0) / D + eps)
+    weight = tl.load(weight_ptr + d, ok, 0.0).to(tl.float32)
+    tl.store(rstd_ptr + row, rstd)
+    tl.store(out_ptr + row * D + d, (x * rstd * weight).to(out_ptr.dtype.element_ty), ok)
+
+
+@triton.jit(do_not_specialize=["R", "rows_per_program"])
+def _backward(
+    dout_ptr, dtotal_ptr, total_ptr, weight_ptr, rstd_ptr, dx_ptr, dweight_ptr, R, rows_per_program, D,
+    HAS_DTOTAL: tl.constexpr, NEEDS_DX: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    d = tl.arange(0, BLOCK_D)
+    ok = d < D
+    weight = tl.load(weight_ptr + d, ok, 0.0).to(tl.float32)
+    dweight = tl.zeros([BLOCK_D], tl.float32)
+    first = program.to(tl.int64) * rows_per_program
+    for i in range(0, tl.minimum(rows_per_program, R - first)):
+        row = first + i
+        at = row * D + d
+        normed = tl.load(total_ptr + at, ok, 0.0).to(tl.float32) * tl.load(rstd_ptr + row)
+        dout = tl.load(dout_ptr + at, ok, 0.0).to(tl.float32)
+        dweight += dout * normed
+        if NEEDS_DX:
+            dnormed = dout * weight
+            dx = (dnormed - normed * (tl.sum(dnormed * normed, 0) / D)) * tl.load(rstd_ptr + row)
+            if HAS_DTOTAL:
+                dx += tl.load(dtotal_ptr + at, ok, 0.0).to(tl.float32)
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), ok)
+    tl.store(dweight_ptr + program * D + d, dweight, ok)
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, residual: Tensor, delta: Tensor | None, value: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        R, D = residual.shape
+        residual = residual.contiguous()
+        total = residual if delta is None else torch.empty_like(residual)
+        out = torch.empty_like(residual)
+        rstd = torch.empty(R, device=residual.device, dtype=torch.float32)
+        block = triton.next_power_of_2(D)
+        delta_or_dummy = residual if delta is None else delta.contiguous()
+        _forward[(R,)](
+            residual, delta_or_dummy, value, total, out, rstd, R, D, eps,
+            HAS_DELTA=delta is not None, BLOCK_D=block, num_warps=_warps(block),
+        )  # fmt: skip
+        ctx.save_for_backward(total, value, rstd)
+        ctx.grad, ctx.has_delta = grad, delta is not None
+        ctx.set_materialize_grads(False)
+        return (total if delta is not None else residual.view_as(residual)), out
+
+    @staticmethod
+    def backward(ctx, dtotal: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        total, value, rstd = ctx.saved_tensors
+        assert dout is not None, "the normed output of add_rms_norm is always used"
+        R, D = total.shape
+        dout = dout.contiguous()
+        needs_dx = ctx.needs_input_grad[0] or (ctx.has_delta and ctx.needs_input_grad[1])
+        rows_per_program = triton.cdiv(R, min(R, _BACKWARD_PROGRAMS))
+        programs = triton.cdiv(R, rows_per_program)
+        dx = torch.empty_like(total) if needs_dx else total
+        partial = torch.empty(programs, D, device=total.device, dtype=torch.float32)
+        block = triton.next_power_of_2(D)
+        _backward[(programs,)](
+            dout, dout if dtotal is None else dtotal.contiguous(), total, value, rstd, dx, partial, R, rows_per_program, D,
+            HAS_DTOTAL=dtotal is not None, NEEDS_DX=needs_dx, BLOCK_D=block, num_warps=_warps(block),
+        )  # fmt: skip
+        ctx.grad.add_(partial.sum(0))
+        dx = dx if needs_dx else None
+        return dx, (dx if ctx.has_delta else None), None, None, None
+
+
+def _warps(block: int) -> int:
+    return max(1, min(16, block // 512))
+
+
+def add_rms_norm(residual_RD: Tensor, delta_RD: Tensor | None, weight: Weight, eps: float) -> tuple[Tensor, Tensor]:
+    """s = residual + delta (or the residual itself), y = RMSNorm(s) * w; both [R, D]. See rms_norm_ref.py.
+
+    Both inputs receive the same gradient tensor: neither branch may write to it.
+    """
+    return _AddRMSNorm.apply(residual_RD, delta_RD, weight.value, weight.grad, eps)

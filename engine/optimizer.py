@@ -1,0 +1,80 @@
+"""The update: global-norm clip, AdamW on fp32 masters and the skip of bad steps, all on device values, captured as its own
+graph. lr, weight decay and the clip are written between steps; nothing here waits for the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels import Ops
+from engine.ops.adamw_arenas import SCALARS
+from engine.params import ParamArena
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """lr of step t of total: linear warm-up from 0 over warmup_steps, then cosine down to min_ratio * lr, or constant."""
+
+    kind: str
+    lr: float
+    total_steps: int
+    warmup_steps: int
+    min_ratio: float = 0.0
+
+    def __call__(self, step: int) -> float:
+        """step counts from 0; the first update already moves (lr / warmup_steps)."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.kind == "constant":
+            return self.lr
+        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        return self.lr * (self.min_ratio + (1 - self.min_ratio) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class AdamW:
+    """Owns the update's device scalars. `denominator` is the step's summed loss weight, added to by the micro-batches."""
+
+    def __init__(
+        self, params: ParamArena, ops: Ops, *, beta1: float, beta2: float, eps: float, weight_decay: float, clip_norm: float
+    ) -> None:
+        self._arenas, self._ops = params.arenas(), ops
+        device = params.grad.device
+
+        def scalar(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.full((), value, dtype=dtype, device=device)
+
+        self.lr, self.weight_decay, self.clip_norm = scalar(0.0), scalar(weight_decay), scalar(clip_norm)
+        self.beta1, self.beta2, self.eps = scalar(beta1), scalar(beta2), scalar(eps)
+        self.denominator = scalar(0.0)
+        self.step, self.skipped = scalar(0, torch.int64), scalar(0, torch.int64)
+        self.grad_norm = scalar(0.0)
+        self._scalars = torch.zeros(len(SCALARS), dtype=torch.float32, device=device)
+
+    def update(self) -> None:
+        """One step from the gradient sums, which it zeroes with the denominator. The function that is captured.
+
+        A denominator of 0 or a gradient that is not finite leaves weights, moments and the step count as they are and
+        raises `skipped`. clip_norm 0 does not clip; the factor is torch.nn.utils.clip_grad_norm_'s.
+        """
+        norm = torch.linalg.vector_norm(self._arenas.grad, dtype=torch.float32).double() / self.denominator
+        ok = norm.isfinite() & (self.denominator > 0)
+        clip = torch.where(self.clip_norm > 0, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+        scale = torch.where(ok, clip / self.denominator, 0.0)
+        self.step += ok
+        self.skipped += ~ok
+        self.grad_norm.copy_(norm)
+        count = self.step.clamp(min=1).double()
+        bias1, bias2 = 1 - self.beta1**count, 1 - self.beta2**count
+        values = [self.lr, self.weight_decay, self.beta1, self.beta2, self.eps, scale, bias1, bias2.sqrt(), ok.double()]
+        self._scalars.copy_(torch.stack(values))
+        self._ops.adamw(self._arenas, self._scalars)
+        self.denominator.zero_()
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint needs besides the masters; views."""
+        return {
+            "exp_avg": self._arenas.exp_avg, "exp_avg_sq": self._arenas.exp_avg_sq, "step": self.step, "skipped": self.skipped,
+        }  # fmt: skip

@@ -1,0 +1,323 @@
+"""Every setting of a training run, once: name, default, range and help. Files and `--set` are read here.
+
+`python -m engine.settings > docs/settings.md` writes the table for readers; a test compares the two.
+"""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.settings_fields import (
+    SettingsError,
+    check_fields,
+    expected,
+    field_types,
+    from_text,
+    from_toml,
+    section_name,
+    setting,
+)
+
+# gamma of the decay for a block of K tokens, from the DFlash paper (arXiv 2602.06036).
+PAPER_GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The drafter. What is 0 is taken from the target."""
+
+    num_hidden_layers: int = setting(5, "drafter layers; 5 as in z-lab's Qwen3-8B-DFlash-b16", low=1)
+    block_size: int = setting(16, "K, tokens of a draft block, the anchor's included; 16 as in z-lab's b16", low=2)
+    intermediate_size: int = setting(0, "width of the MLP", low=0)
+    num_attention_heads: int = setting(0, "query heads", low=0)
+    num_key_value_heads: int = setting(0, "key and value heads", low=0)
+    head_dim: int = setting(0, "width of a head", low=0)
+    layer_types: tuple[str, ...] = setting(("full",), "full or sliding: one word for all layers, or one for each layer")
+    sliding_window: int = setting(
+        0, "context and draft tokens that a sliding layer sees; 0 without sliding layers", low=0
+    )
+    initializer_range: float = setting(
+        0.02, "standard deviation of new weights; 0.02 as in z-lab's config.json", above=0.0
+    )
+    init: str = setting("", "folder of a drafter (config.json, model.safetensors) to start from instead of new weights")
+    attention: Literal["auto", "flex", "reference"] = setting(
+        "auto", "auto: flex on CUDA, reference on the CPU; reference is dense and small-scale only"
+    )
+    head_chunk: int = setting(4096, "rows of logits that exist at a time; 0 lets the engine choose", low=0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        unknown = [word for word in self.layer_types if word not in ("full", "sliding")]
+        if unknown or len(self.layer_types) not in (1, self.num_hidden_layers):
+            raise SettingsError(
+                f"model.layer_types: expected full or sliding, once or {self.num_hidden_layers} times "
+                f"(num_hidden_layers), found {', '.join(self.layer_types) or 'nothing'}."
+            )
+        if ("sliding" in self.layer_types) != (self.sliding_window > 0):
+            raise SettingsError(
+                f"model.sliding_window: expected more than 0 exactly when model.layer_types has sliding layers, found "
+                f"{self.sliding_window} with {', '.join(self.layer_types)}. Set both or neither."
+            )
+
+    @property
+    def types_of_layers(self) -> tuple[str, ...]:
+        """One of "full_attention" and "sliding_attention" (config.json's words) for each drafter layer."""
+        words = self.layer_types * (self.num_hidden_layers if len(self.layer_types) == 1 else 1)
+        return tuple(f"{word}_attention" for word in words)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """The hidden states to train on."""
+
+    path: str = setting("", "dataset folder (dataset.json and its shards) to train on")
+    eval_path: str = setting("", "dataset folder of held-out samples; empty trains without evaluation")
+    target: str = setting("", "folder of the target's checkpoint; empty means the dataset's own target.safetensors")
+    too_long: Literal["skip", "truncate", "split"] = setting(
+        "skip", "samples longer than the largest bucket: leave out, cut off, or cut into pieces; all are listed"
+    )
+    on_nonfinite: Literal["refuse", "skip"] = setting(
+        "refuse", "samples with NaN or infinity in their hidden states: stop and name the sample, or leave it out"
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BucketsSettings:
+    """The shapes of a step: rows B, context tokens S and draft blocks N of each bucket."""
+
+    max_buckets: int = setting(6, "most buckets that the planner may make; each costs one capture", low=1)
+    token_budget: int = setting(32768, "most B * (S + N * K) of a bucket: context and draft tokens of a step", low=1)
+    max_length: int = setting(0, "longest sample to plan for; 0 means the longest of the dataset", low=0)
+    max_rows: int = setting(64, "most rows B of a bucket", low=1)
+    num_anchors: int = setting(
+        512, "most draft blocks of a row; 512 as in SpecForge, TorchSpec, Model-Optimizer and NeMo Automodel", low=1
+    )
+    lengths: tuple[int, ...] = setting((), "bucket lengths S to use instead of planned ones, ascending", low=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if any(a >= b for a, b in zip(self.lengths, self.lengths[1:], strict=False)):
+            raise SettingsError(f"buckets.lengths: expected ascending lengths, found {list(self.lengths)}. Sort them.")
+        if self.lengths and self.max_length:
+            raise SettingsError(
+                f"buckets.max_length: expected 0 with buckets.lengths, found {self.max_length}. The last of the "
+                "lengths is the longest sample; leave one of the two out."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectiveSettings:
+    """The loss. Its weights and gamma are values on the device: changing them needs no new capture."""
+
+    weighting: Literal["decay", "uniform", "dpace"] = setting(
+        "decay", "weights of a block's slots: decay (arXiv 2602.06036), uniform, or dpace (D-PACE, arXiv 2605.18810)"
+    )
+    gamma: float = setting(
+        0.0,
+        "slot k weighs exp(-(k-1) / gamma); 0 takes the paper's 4, 5, 7 for K = 8, 10, 16, linear between them and "
+        "constant beyond",
+        low=0.0,
+    )
+    dpace_alpha: float = setting(0.5, "smoothing of D-PACE's probabilities; 0.5 by its paper", low=0.0, high=1.0)
+    ce_weight: float = setting(1.0, "weight of the cross entropy with the data's tokens", low=0.0)
+    kl_weight: float = setting(
+        0.0, "weight of KL(target || drafter); more than 0 needs last_hidden in the dataset", low=0.0
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.ce_weight + self.kl_weight == 0.0:
+            raise SettingsError("objective: expected ce_weight or kl_weight above 0, found 0 for both. Set one.")
+
+    def gamma_for(self, block_size: int) -> float:
+        """The gamma in force for blocks of `block_size` tokens."""
+        if self.gamma > 0.0:
+            return self.gamma
+        sizes = sorted(PAPER_GAMMA)
+        size = min(max(block_size, sizes[0]), sizes[-1])
+        low = max(known for known in sizes if known <= size)
+        high = min(known for known in sizes if known >= size)
+        part = (size - low) / (high - low) if high > low else 0.0
+        return PAPER_GAMMA[low] + part * (PAPER_GAMMA[high] - PAPER_GAMMA[low])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW on fp32 masters, with a clip of the global norm."""
+
+    lr: float = setting(
+        6e-4,
+        "highest learning rate; 6e-4 as in SpecForge's qwen3-8b-dflash-offline recipe (TorchSpec, Model-Optimizer, "
+        "NeMo Automodel and DeepSpec use the same)",
+        above=0.0,
+    )
+    schedule: Literal["cosine", "constant"] = setting(
+        "cosine", "after the warm-up; cosine as in SpecForge, TorchSpec, NeMo Automodel and DeepSpec"
+    )
+    warmup_ratio: float = setting(
+        0.04, "part of all steps with a rising rate; 0.04 as in SpecForge's recipe", low=0.0, below=1.0
+    )
+    min_lr_ratio: float = setting(
+        0.0, "where cosine ends, as a part of lr; NeMo Automodel and TorchSpec end at 0.1", low=0.0, high=1.0
+    )
+    beta1: float = setting(0.9, "decay of the first moment; 0.9 as in NeMo Automodel", low=0.0, below=1.0)
+    beta2: float = setting(0.95, "decay of the second moment; 0.95 as in NeMo Automodel", low=0.0, below=1.0)
+    eps: float = setting(1e-8, "added to the root of the second moment; 1e-8 as in torch.optim.AdamW", above=0.0)
+    weight_decay: float = setting(0.0, "decoupled weight decay; 0 as in SpecForge", low=0.0)
+    clip_norm: float = setting(
+        1.0, "largest global norm of the gradient; 1.0 as in SpecForge's recipe; 0 does not clip", low=0.0
+    )
+    grad_dtype: Literal["bf16", "fp32"] = setting(
+        "bf16", "type of the gradient arena; fp32 doubles its memory; always fp32 when precision is fp32"
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Where the run goes, how long it is, and what it writes."""
+
+    output: str = setting("runs/drafter", "folder of the run: checkpoints, metrics.jsonl, settings")
+    epochs: int = setting(6, "passes over the data; 6 as in SpecForge's run_qwen3_8b_dflash_online.sh", low=1)
+    max_steps: int = setting(0, "optimizer steps to stop at, if earlier than the epochs' end; 0 means no limit", low=0)
+    accumulation: int = setting(1, "batches of an optimizer step; they may be of different buckets", low=1)
+    seed: int = setting(0, "seed of new weights, of the order of samples and of the anchors", low=0)
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "auto: CUDA if there is a device; cuda: refuse without one"
+    )
+    precision: Literal["auto", "bf16", "fp32"] = setting(
+        "auto", "of the step's arithmetic; auto: bf16 on CUDA, fp32 on the CPU"
+    )
+    log_every: int = setting(10, "steps between two lines of metrics", low=1)
+    eval_every: int = setting(
+        200, "steps between two evaluations on data.eval_path; 0 evaluates at the end only", low=0
+    )
+    eval_batches: int = setting(0, "most batches of an evaluation; 0 means all", low=0)
+    save_every: int = setting(
+        500, "steps between two checkpoints; the last step always has one; 0 means only that", low=0
+    )
+    keep: int = setting(2, "latest checkpoints to keep; the best by evaluation is kept beside them", low=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All settings of a run. Everything is checked when it is built; nothing can be changed afterwards."""
+
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    buckets: BucketsSettings = BucketsSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    run: RunSettings = RunSettings()
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain sections of plain values (tuples become lists), as JSON and TOML have them."""
+        return {
+            section: {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
+            for section, fields in dataclasses.asdict(self).items()
+        }
+
+    def to_toml(self) -> str:
+        """A file that `load_settings` reads back as equal settings."""
+        lines = []
+        for section, fields in self.to_dict().items():
+            lines.append(f"[{section}]")
+            # JSON's text, numbers and flat lists are TOML's too.
+            lines.extend(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in fields.items())
+            lines.append("")
+        return "\n".join(lines)
+
+
+SECTIONS: dict[str, type[Any]] = {section_name(section): section for section in field_types(Settings).values()}
+
+
+def load_settings(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Settings:
+    """The settings of a TOML file (None: the defaults), changed by `overrides` of the form section.key=value.
+
+    Raises SettingsError for a file that is missing or is not TOML, for a section or key that does not exist (with the
+    nearest known name), and for a value of the wrong type or out of range.
+    """
+    tables: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    if path is not None:
+        for section, table in _read_toml(Path(path)).items():
+            if section not in SECTIONS:
+                raise SettingsError(f"{path}: {_unknown_section(section)}")
+            if not isinstance(table, dict):
+                raise SettingsError(f"{path}: {section}: expected a section [{section}], found {table!r}.")
+            for key, value in table.items():
+                tables[section][key] = from_toml(value, _kind(section, key, f"{path}: "))
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        section, dot, key = name.strip().partition(".")
+        if not (equals and dot):
+            raise SettingsError(f"--set: expected section.key=value, found {override!r}.")
+        if section not in SECTIONS:
+            raise SettingsError(f"--set {name}: {_unknown_section(section)}")
+        tables[section][key] = from_text(text.strip(), _kind(section, key, "--set: "))
+    return Settings(**{section: SECTIONS[section](**table) for section, table in tables.items()})
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise SettingsError(f"{path}: expected a settings file, found none to read ({error.strerror}).") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: expected TOML, found a mistake: {error}.") from error
+
+
+def _unknown_section(section: str) -> str:
+    nearest = difflib.get_close_matches(section, SECTIONS, n=1, cutoff=0.0)[0]
+    return f"unknown section [{section}]; the nearest is [{nearest}]. Sections: {', '.join(SECTIONS)}."
+
+
+def _kind(section: str, key: str, where: str) -> Any:
+    """The declared type of section.key."""
+    kinds = field_types(SECTIONS[section])
+    if key not in kinds:
+        known = [f"{other}.{name}" for other in SECTIONS for name in field_types(SECTIONS[other])]
+        # The right key under the wrong section is likelier than a misspelt one.
+        same = [name for name in known if name.endswith(f".{key}")]
+        nearest = (same or difflib.get_close_matches(f"{section}.{key}", known, n=1, cutoff=0.0))[0]
+        raise SettingsError(f"{where}unknown setting {section}.{key}; the nearest is {nearest}.")
+    return kinds[key]
+
+
+def settings_table() -> str:
+    """docs/settings.md: one table a section."""
+    lines = [
+        "# Settings",
+        "",
+        "Written by `python -m engine.settings > docs/settings.md` from `engine/settings.py`; do not edit.",
+        "",
+        "`dflash-engine train run.toml --set optimizer.lr=3e-4 --set buckets.lengths=512,2048` reads a TOML file",
+        "with the sections below, then single changes. What is left out has its default. An unknown name or a value",
+        "out of range is refused before anything starts.",
+    ]
+    for name, section in SECTIONS.items():
+        head = ["| setting | default | values | meaning |", "|---|---|---|---|"]
+        lines += ["", f"## [{name}]", "", section.__doc__ or "", "", *head]
+        for field in dataclasses.fields(section):
+            kind = field_types(section)[field.name]
+            values = expected(kind, field.metadata["limits"])
+            default = list(field.default) if isinstance(field.default, tuple) else field.default
+            text = field.metadata["help"].replace("|", "\\|")
+            lines.append(f"| `{field.name}` | `{json.dumps(default)}` | {values} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(settings_table(), end="")

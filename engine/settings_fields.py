@@ -1,0 +1,137 @@
+"""How a setting is declared, checked and read from text; what the settings are is in engine/settings.py.
+
+A section is a frozen keyword-only dataclass whose fields are made with `setting`. Its name in a file is the class's
+name without "Settings", in lower case. Allowed types: int, float, str, Literal of strings, tuple[int, ...] and
+tuple[str, ...].
+"""
+
+import dataclasses
+import math
+import typing
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+
+
+class SettingsError(ValueError):
+    """A setting that does not exist or a value that it cannot have; the command line answers with exit code 2."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The range of a number: `low` and `high` belong to it, `above` and `below` do not."""
+
+    low: float | None = None
+    above: float | None = None
+    high: float | None = None
+    below: float | None = None
+
+    def hold(self, value: float) -> bool:
+        return (
+            math.isfinite(value)
+            and (self.low is None or value >= self.low)
+            and (self.above is None or value > self.above)
+            and (self.high is None or value <= self.high)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        words = (("at least", self.low), ("more than", self.above), ("at most", self.high), ("less than", self.below))
+        return " and ".join(f"{word} {limit:g}" for word, limit in words if limit is not None)
+
+
+def setting(
+    default: T,
+    text: str,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    below: float | None = None,
+) -> T:
+    """A dataclass field with its help text and, for numbers (or each number of a tuple), its range."""
+    limits = Limits(low=low, above=above, high=high, below=below)
+    return dataclasses.field(default=default, metadata={"help": text, "limits": limits})
+
+
+def section_name(section: type) -> str:
+    return section.__name__.removesuffix("Settings").lower()
+
+
+def field_types(section: type) -> dict[str, Any]:
+    """The declared type of every field of a section, in order."""
+    hints = typing.get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
+def choices(kind: Any) -> tuple[str, ...]:
+    """The words that a setting of this type may have; () where any text will do."""
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+
+
+def expected(kind: Any, limits: Limits) -> str:
+    """What a setting takes, in words, as in "a whole number, at least 1"."""
+    if words := choices(kind):
+        return "one of " + ", ".join(words)
+    names = {int: "a whole number", float: "a number", str: "text"}
+    if typing.get_origin(kind) is tuple:
+        inner = typing.get_args(kind)[0]
+        name = "a list of " + {int: "whole numbers", str: "words"}[inner]
+    else:
+        name = names[kind]
+    return f"{name}, {limits}" if str(limits) else name
+
+
+def check_fields(section: Any) -> None:
+    """Type and range of every field of a section that is being built.
+
+    Raises SettingsError with the setting's full name, what was expected and what was found.
+    """
+    for field in dataclasses.fields(section):
+        kind = field_types(type(section))[field.name]
+        limits = field.metadata["limits"]
+        value = getattr(section, field.name)
+        if not _fits(value, kind, limits):
+            raise SettingsError(
+                f"{section_name(type(section))}.{field.name}: expected {expected(kind, limits)}, found {value!r}."
+            )
+
+
+def _fits(value: Any, kind: Any, limits: Limits) -> bool:
+    if words := choices(kind):
+        return value in words
+    if typing.get_origin(kind) is tuple:
+        inner = typing.get_args(kind)[0]
+        return isinstance(value, tuple) and all(_fits(item, inner, limits) for item in value)
+    if kind is str:
+        return isinstance(value, str)
+    # bool is an int in Python; in a settings file it is a mistake.
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
+        return False
+    return limits.hold(value)
+
+
+def from_toml(value: Any, kind: Any) -> Any:
+    """A TOML value in the form that the field holds: lists become tuples, whole numbers become floats where the field
+    is one, and text for a list is split at its commas. What does not fit is returned as it is: `check_fields` names it.
+    """
+    if typing.get_origin(kind) is tuple:
+        if isinstance(value, str):
+            return from_text(value, kind)
+        return tuple(value) if isinstance(value, list) else value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
+
+
+def from_text(text: str, kind: Any) -> Any:
+    """The value that `--set section.key=text` means; like `from_toml`, it returns what it cannot read unchanged."""
+    if typing.get_origin(kind) is tuple:
+        inner = typing.get_args(kind)[0]
+        return tuple(from_text(item.strip(), inner) for item in text.split(",") if item.strip())
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            return text
+    return text

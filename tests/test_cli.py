@@ -1,0 +1,169 @@
+"""The command line: help without torch, exit codes, one line for an error, JSON last. The work itself is replaced."""
+
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.cli import main
+from engine.cli import cli
+
+ROOT = Path(__file__).parent.parent
+WORK = {
+    "demo": ("engine.demo", "run_demo", ["demo"]),
+    "plan": ("engine.planning", "show_plan", ["plan", "data"]),
+    "train": ("engine.train", "train", ["train", "--set", "data.path=data"]),
+    "export": ("engine.export", "export_drafter", ["export", "run", "out"]),
+    "eval": ("engine.evaluate", "evaluate_drafter", ["eval", "drafter", "data"]),
+    "data inspect": ("engine.inspection", "inspect_dataset", ["data", "inspect", "data"]),
+    "bench buckets": ("bench.buckets", "run", ["bench", "buckets", "--workload", "W1"]),
+}
+
+
+@pytest.fixture
+def replace(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., Any]], list[str]]:
+    """Puts a function where a command finds its work, and returns a command line that gets there."""
+
+    def put(command: str, function: Callable[..., Any]) -> list[str]:
+        module, name, args = WORK[command]
+        stand_in = types.ModuleType(module)
+        setattr(stand_in, name, function)
+        monkeypatch.setitem(sys.modules, module, stand_in)
+        return list(args)
+
+    return put
+
+
+Replace = Callable[[str, Callable[..., Any]], list[str]]
+
+
+def failing(error: BaseException) -> Callable[..., Any]:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_help_of_every_command_is_complete_and_needs_no_torch() -> None:
+    program = """
+import sys
+import click
+from bench.cli import main
+from engine.cli import cli
+
+def commands(group, words):
+    yield words
+    for name, command in group.commands.items():
+        yield from commands(command, [*words, name]) if isinstance(command, click.Group) else [[*words, name]]
+
+for words in commands(cli, []):
+    assert main([*words, "--help"]) == 0, words
+loaded = {"torch", "triton", "numpy", "safetensors", "matplotlib"} & set(sys.modules)
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for word in ("demo", "--seed", "--no-resume", "SECTION.KEY=VALUE", "--verify", "--decode", "[W1|W2|W3]"):
+        assert word in done.stdout
+
+
+def test_every_parameter_has_help() -> None:
+    def commands(group: Any) -> Any:
+        for command in group.commands.values():
+            yield command
+            yield from commands(command) if hasattr(command, "commands") else ()
+
+    for command in commands(cli):
+        assert command.help, command.name
+        for parameter in command.params:
+            assert parameter.param_type_name == "argument" or parameter.help, (command.name, parameter.name)
+
+
+@pytest.mark.parametrize("command", WORK)
+def test_json_is_the_last_line(command: str, replace: Replace, capsys: pytest.CaptureFixture[str]) -> None:
+    def work(*args: object, **kwargs: object) -> dict[str, Any]:
+        print("for people")
+        return {"loss": 1.5}
+
+    args = replace(command, work)
+    assert main(args) == 0
+    assert capsys.readouterr().out == "for people\n"
+    assert main([*args, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"loss": 1.5}
+
+
+def test_settings_reach_the_training(replace: Replace, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def work(settings: Any, *, resume: bool) -> dict[str, Any]:
+        seen.append((settings, resume))
+        return {}
+
+    config = tmp_path / "run.toml"
+    config.write_text('[data]\npath = "a"\n[run]\nseed = 7\n')
+    args = replace("train", work)
+    assert main(args) == 0
+    assert main(["train", str(config), "--set", "run.seed=8", "--no-resume"]) == 0
+    assert [(settings.data.path, settings.run.seed, resume) for settings, resume in seen] == [
+        ("data", 0, True),
+        ("a", 8, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("expected 3,\n  found 4."), 1, "error: expected 3, found 4."),
+        (FileNotFoundError(2, "No such file or directory", "x/dataset.json"), 1, "error: x/dataset.json: No such file"),
+        (MemoryError("bucket 1x128x8 needs 3 GiB"), 1, "error: bucket 1x128x8 needs 3 GiB"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_exit_codes(
+    error: BaseException, code: int, line: str, replace: Replace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(replace("train", failing(error))) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(line) and captured.err.count("\n") == 1
+
+
+def test_faults_of_ours_keep_their_traceback(replace: Replace) -> None:
+    with pytest.raises(KeyError):
+        main(replace("train", failing(KeyError("x"))))
+
+
+def test_traceback_on_request(replace: Replace, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = replace("train", failing(ValueError("x")))
+    with pytest.raises(ValueError, match="x"):
+        main(["--traceback", *args])
+    monkeypatch.setenv("DFLASH_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="x"):
+        main(args)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["trian"], "trian"),
+        (["train", "--nope"], "--nope"),
+        (["export", "run"], "Missing argument 'OUT'"),
+        (["train"], "data.path: expected a dataset's folder, found nothing"),
+        (["train", "absent.toml"], "absent.toml: expected a settings file, found none"),
+        (["train", "--set", "run.sed=1"], "unknown setting run.sed; the nearest is run.seed"),
+        (["bench", "buckets"], "either DATA or --workload, found neither"),
+        (["bench", "buckets", "data", "--workload", "W1"], "either DATA or --workload, found both"),
+        (["bench", "buckets", "--workload", "W4"], "W4"),
+        (["demo", "--device", "tpu"], "tpu"),
+    ],
+)
+def test_bad_usage_is_two(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err

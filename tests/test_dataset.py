@@ -1,0 +1,333 @@
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from buffers.anchors import eligible_positions
+from buffers.dataset import Dataset, load_target_tensors
+from tests.dataset_helpers import (
+    HIDDEN_SIZE,
+    TAPS,
+    VOCAB,
+    WIDTH,
+    random_sample,
+    rewrite_manifest,
+    rewrite_shard,
+    write_dataset,
+    writer,
+)
+
+LENGTHS = [130, 1, 77, 256, 299, 2, 40]
+
+
+@pytest.mark.parametrize("last_hidden", [False, True])
+def test_what_was_written_is_read_back_across_shards(tmp_path: Path, last_hidden: bool) -> None:
+    dataset = write_dataset(tmp_path, LENGTHS, last_hidden=last_hidden)
+    assert len(dataset.info.shards) > 2
+    assert len(dataset) == len(LENGTHS)
+    assert dataset.lengths.tolist() == LENGTHS
+    for index, length in enumerate(LENGTHS):
+        written, sample = random_sample(length, index), dataset.sample(index)
+        assert sample.sample_id == index
+        for name in ("input_ids", "loss_mask", "hidden_states"):
+            read = getattr(sample, name)
+            assert read.dtype == written[name].dtype
+            assert torch.equal(read, written[name])
+        if last_hidden:
+            assert sample.last_hidden is not None
+            assert torch.equal(sample.last_hidden, written["last_hidden"])
+        else:
+            assert sample.last_hidden is None
+        assert dataset.eligible_counts[index] == len(eligible_positions(written["loss_mask"].numpy()))
+    dataset.verify()
+
+
+def test_the_manifest_says_what_the_hidden_states_are(tmp_path: Path) -> None:
+    info = write_dataset(tmp_path, [5], last_hidden=True).info
+    assert (info.target_name, info.target_layer_ids, info.num_taps) == ("tiny", TAPS, 3)
+    assert (info.vocab_size, info.mask_token_id, info.last_hidden_norm) == (VOCAB, VOCAB - 1, "post")
+    assert info.target_config == {"hidden_size": HIDDEN_SIZE}
+
+
+def test_a_part_of_a_sample_is_a_view_of_the_mapped_file(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path, LENGTHS)
+    whole, part = dataset.sample(3), dataset.sample(3, 100, 250)
+    assert torch.equal(part.hidden_states, whole.hidden_states[100:250])
+    assert torch.equal(part.input_ids, whole.input_ids[100:250])
+    assert part.hidden_states.data_ptr() == whole.hidden_states[100].data_ptr()
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 78), (5, 5), (-1, 3)])
+def test_a_part_outside_the_sample_is_refused(tmp_path: Path, start: int, stop: int) -> None:
+    dataset = write_dataset(tmp_path, LENGTHS)
+    with pytest.raises(ValueError, match=f"expected 0 <= start < stop <= 77 in sample 2, found {start}..{stop}"):
+        dataset.sample(2, start, stop)
+    with pytest.raises(IndexError, match=r"expected a sample in 0\.\.6, found 7"):
+        dataset.sample(7)
+
+
+def test_wider_float_types_are_stored_as_bf16(tmp_path: Path) -> None:
+    hidden = torch.randn(4, WIDTH)
+    with writer(tmp_path) as out:
+        out.add([1, 2, 3, 4], np.ones(4, dtype=bool), hidden)
+    assert torch.equal(Dataset(tmp_path).sample(0).hidden_states, hidden.bfloat16())
+
+
+def test_a_folder_with_a_dataset_is_not_written_over(tmp_path: Path) -> None:
+    write_dataset(tmp_path, [5])
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=r"to hold no dataset, found dataset\.json\. Choose another folder"):
+        writer(tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_an_interrupted_write_is_no_dataset_and_is_not_written_over(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), writer(tmp_path) as out:
+        for index in range(5):
+            sample = random_sample(200, index)
+            del sample["last_hidden"]
+            out.add(**sample)
+        raise KeyboardInterrupt
+    with pytest.raises(ValueError, match=r"a folder of shards without it was not finished: write it again"):
+        Dataset(tmp_path)
+    with pytest.raises(ValueError, match="to hold no dataset, found shard-"):
+        writer(tmp_path)
+
+
+def test_a_dataset_without_samples_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected at least one sample for .*, found none"):
+        writer(tmp_path).close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"loss_mask": torch.ones(9, dtype=torch.uint8)},
+            r"expected loss_mask of 10 values.* in sample 0, found shape",
+        ),
+        ({"loss_mask": torch.full((10,), 2)}, "expected loss_mask values 0 and 1 in sample 0, found 2 at position 0"),
+        ({"input_ids": torch.arange(10) + 45}, r"token ids in 0\.\.49 in sample 0, found 50 at position 5"),
+        ({"input_ids": torch.ones(2, 5, dtype=torch.int32)}, r"expected input_ids \[T\] .* found \[2, 5\]"),
+        ({"hidden_states": torch.ones(9, WIDTH)}, r"hidden_states \[10, 24\].*, found \[9, 24\]"),
+        ({"hidden_states": torch.ones(10, 16)}, r"3 target_layer_ids \[1, 3, 4\], hidden size 8\), found \[10, 16\]"),
+        ({"last_hidden": torch.ones(10, 8)}, "found last_hidden_norm None and a last_hidden in sample 0"),
+    ],
+)
+def test_samples_that_do_not_fit_the_dataset_are_refused(
+    tmp_path: Path, change: dict[str, Tensor], message: str
+) -> None:
+    sample = random_sample(10)
+    del sample["last_hidden"]
+    with pytest.raises(ValueError, match=message):
+        writer(tmp_path).add(**{**sample, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask_token_id": VOCAB}, r"expected mask_token_id in 0\.\.49, found 50"),
+        ({"target_layer_ids": ()}, "expected target_layer_ids and a positive hidden_size"),
+        ({"last_hidden_norm": "maybe"}, "expected last_hidden_norm to be pre, post or null, found 'maybe'"),
+        ({"shard_tokens": 0}, "expected a positive shard_tokens, found 0"),
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_refused_before_anything_is_written(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        writer(tmp_path / "new", **change)
+    assert not (tmp_path / "new").exists()
+
+
+def first_shard(path: Path) -> Path:
+    return path / "shard-00000.safetensors"
+
+
+def cut_short(path: Path) -> None:
+    file = first_shard(path)
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def cut_short_with_its_size_in_the_manifest(path: Path) -> None:
+    cut_short(path)
+    size = first_shard(path).stat().st_size
+    rewrite_manifest(path, lambda values: values["shards"][0].update(num_bytes=size))
+
+
+def never_written(path: Path) -> None:
+    file = first_shard(path)
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def without_offsets(path: Path) -> None:
+    def remove(tensors: dict[str, Tensor]) -> None:
+        del tensors["offsets"]
+
+    rewrite_shard(path, remove)
+
+
+def set_tensor(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        rewrite_shard(path, lambda tensors: tensors.update({name: change(tensors[name])}))
+
+    return damage
+
+
+def set_value(name: str, position: int, value: int) -> Callable[[Path], None]:
+    return set_tensor(name, lambda old: old.index_fill(0, torch.tensor([position]), value))
+
+
+def set_manifest(**changes: Any) -> Callable[[Path], None]:
+    return lambda path: rewrite_manifest(path, lambda values: values.update(changes))
+
+
+# The shards of LENGTHS hold samples (130, 1, 77), (256), (299), (2, 40).
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "dataset.json").unlink(), r"expected a dataset with dataset\.json in .*, found none"),
+        (lambda path: (path / "dataset.json").write_text("{"), r"expected dataset\.json to be JSON, found"),
+        (lambda path: (path / "dataset.json").write_text("[]"), "expected the keys .* found .*vocab_size missing"),
+        (set_manifest(format_version=2), "expected dataset format version 1, found 2"),
+        (set_manifest(colour="red"), "found none missing and colour unknown"),
+        (set_manifest(num_samples=0), "expected at least one sample in .*, found none"),
+        (set_manifest(num_samples=8), "to add up to 8 samples, found 7"),
+        (lambda path: first_shard(path).unlink(), r"expected shard .*shard-00000\.safetensors, found no such file"),
+        (cut_short, r"expected \d+ bytes in .*shard-00000\.safetensors, found \d+: truncated or half-written"),
+        (cut_short_with_its_size_in_the_manifest, "one that cannot be read: truncated or half-written"),
+        (never_written, "one that cannot be read: truncated or half-written"),
+        (
+            lambda path: rewrite_manifest(path, lambda values: values["shards"][0].update(file="../elsewhere")),
+            r"expected shards inside .*, found '\.\./elsewhere'",
+        ),
+        (
+            without_offsets,
+            r"expected .*offsets in .*shard-00000\.safetensors, found no offsets",
+        ),
+        (set_tensor("input_ids", Tensor.long), r"expected input_ids as int32 in .*, found int64"),
+        (set_tensor("hidden_states", Tensor.float), "expected hidden_states as bfloat16 in .*, found float32"),
+        (set_tensor("loss_mask", Tensor.bool), "expected loss_mask as uint8 in .*, found bool"),
+        (
+            set_tensor("loss_mask", lambda old: old[:-1].clone()),
+            r"expected loss_mask of 208 values.*, found shape \[207\]",
+        ),
+        (set_tensor("input_ids", lambda old: old[:-1].clone()), r"input_ids of shape \[208\] in .*, found \[207\]"),
+        (
+            set_tensor("hidden_states", lambda old: old[:, :16].clone()),
+            r"hidden_states \[208, 24\] \(3 target_layer_ids \[1, 3, 4\], hidden size 8\), found \[208, 16\]",
+        ),
+        (set_manifest(target_layer_ids=[1, 3]), r"\(2 target_layer_ids \[1, 3\], hidden size 8\), found \[208, 24\]"),
+        (set_value("offsets", 1, 131), "expected offsets in shard-00000.safetensors to rise from 0 to 208"),
+        (set_value("offsets", 3, 207), "expected offsets in shard-00000.safetensors to rise from 0 to 208"),
+        (
+            set_value("input_ids", 135, VOCAB),
+            r"token ids in 0\.\.49 in shard-00000\.safetensors, sample 2, found 50 at position 4",
+        ),
+        (set_value("input_ids", 0, -1), r"token ids in 0\.\.49 in .*, sample 0, found -1 at position 0"),
+        (set_value("loss_mask", 130, 7), "loss_mask values 0 and 1 in .*, sample 1, found 7 at position 0"),
+    ],
+)
+def test_damage_is_found_at_open_and_named_in_one_line(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    write_dataset(tmp_path, LENGTHS)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message) as raised:
+        Dataset(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_fault_in_a_later_shard_names_the_sample_of_the_whole_dataset(tmp_path: Path) -> None:
+    write_dataset(tmp_path, LENGTHS)
+    rewrite_shard(tmp_path, lambda tensors: tensors["input_ids"].__setitem__(4, 99), shard=3)
+    with pytest.raises(ValueError, match=r"shard-00003\.safetensors, sample 6, found 99 at position 2"):
+        Dataset(tmp_path)
+
+
+def test_bytes_that_changed_are_found_by_verify(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path, LENGTHS)
+    file = tmp_path / "shard-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"expected the sha256 of dataset\.json, found another for shard-00001"):
+        dataset.verify()
+
+
+def target_tensors() -> dict[str, Tensor]:
+    return {
+        "embed_tokens.weight": torch.randn(VOCAB, HIDDEN_SIZE),
+        "lm_head.weight": torch.randn(VOCAB, HIDDEN_SIZE),
+        "norm.weight": torch.randn(HIDDEN_SIZE),
+    }
+
+
+def test_the_targets_tensors_travel_with_the_dataset(tmp_path: Path) -> None:
+    tensors = target_tensors()
+    writer(tmp_path).write_target(*tensors.values())
+    for path in (tmp_path, tmp_path / "target.safetensors"):
+        loaded = load_target_tensors(path)
+        assert {name: torch.equal(loaded[name], tensor) for name, tensor in tensors.items()} == dict.fromkeys(
+            tensors, True
+        )
+
+
+def test_a_tied_head_is_stored_once_and_stays_tied(tmp_path: Path) -> None:
+    embed, _, norm = target_tensors().values()
+    writer(tmp_path).write_target(embed, embed, norm)
+    loaded = load_target_tensors(tmp_path)
+    assert loaded["lm_head.weight"] is loaded["embed_tokens.weight"]
+    assert torch.equal(loaded["embed_tokens.weight"], embed)
+
+
+def test_a_targets_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    embed, head, norm = target_tensors().values()
+    with pytest.raises(ValueError, match=r"expected lm_head\.weight \[50, 8\], found \[49, 8\]"):
+        writer(tmp_path).write_target(embed, head[:-1], norm)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_hugging_face_checkpoint_gives_the_same_three(tmp_path: Path, sharded: bool, tied: bool) -> None:
+    tensors = target_tensors()
+    stored = {
+        "model.embed_tokens.weight": tensors["embed_tokens.weight"],
+        "model.norm.weight": tensors["norm.weight"],
+        "model.layers.0.mlp.up_proj.weight": torch.zeros(2, 2),
+    }
+    if not tied:
+        stored["lm_head.weight"] = tensors["lm_head.weight"]
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+    if sharded:
+        names = {name: f"model-{index}.safetensors" for index, name in enumerate(stored)}
+        for name, file in names.items():
+            save_file({name: stored[name]}, str(tmp_path / file))
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    else:
+        save_file(stored, str(tmp_path / "model.safetensors"))
+    loaded = load_target_tensors(tmp_path)
+    assert set(loaded) == set(tensors)
+    head = "embed_tokens.weight" if tied else "lm_head.weight"
+    assert torch.equal(loaded["lm_head.weight"], tensors[head])
+
+
+def test_a_missing_head_is_named_unless_it_is_tied(tmp_path: Path) -> None:
+    embed, _, norm = target_tensors().values()
+    save_file({"model.embed_tokens.weight": embed, "model.norm.weight": norm}, str(tmp_path / "model.safetensors"))
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
+    with pytest.raises(ValueError, match=re.escape("found no lm_head.weight. Give the target's own checkpoint")):
+        load_target_tensors(tmp_path)
+
+
+def test_a_folder_without_a_target_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected the target's tensors in .*model\.safetensors, found no such file"):
+        load_target_tensors(tmp_path)
