@@ -20,13 +20,16 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from engine.bytes_vocab import BOS_TOKEN_ID, VOCAB_SIZE, encode_document
+from engine.bytes_vocab import BOS_TOKEN_ID, VOCAB_SIZE, encode_bytes, encode_document
 from engine.corpus import corpus_files, read_documents, stdlib_root
 from engine.rope import RopeConfig
-from engine.target import MLP, Attention, Target, TargetConfig, greedy_generate, load_target
+from engine.target import MLP, Attention, Target, greedy_generate, load_target
+from engine.target_config import TargetConfig
 
 GREEDY_BYTES = 200
 PROMPT_BYTES = 256
+# Past a file's opening comments and imports.
+SKIPPED_BYTES = 1024
 # Steps that are not timed (compilation, first kernels), then steps that are, before the length of the run is fixed.
 UNTIMED_STEPS, TIMED_STEPS = 20, 40
 # One training file in so many chooses which weights are kept, so that the held-out files measure and nothing else.
@@ -232,18 +235,29 @@ def train(settings: TrainTargetConfig, documents: list[bytes], out: Path, device
 
 
 def greedy_sample(target: Target, files: list[Path]) -> tuple[bytes, dict[str, object]]:
-    """Greedy bytes after the first held-out prompt that the model continues for 200 without ending the document."""
+    """Greedy bytes after the first held-out prompt that the model continues for 200 without a loop or a document's end.
+
+    A prompt is the text before a held-out file's first function after SKIPPED_BYTES, "def " included.
+    Raises ValueError when there is no such continuation.
+    """
     for path in files:
         text = path.read_bytes()
-        if len(text) < 4 * PROMPT_BYTES:
+        end = text.find(b"\ndef ", SKIPPED_BYTES) + len(b"\ndef ")
+        prompt = text[end - PROMPT_BYTES : end]
+        if end < SKIPPED_BYTES or not prompt.isascii():
             continue
-        prompt = encode_document(text[:PROMPT_BYTES])
-        tokens = greedy_generate(target, prompt.long(), GREEDY_BYTES)
-        if len(tokens) == GREEDY_BYTES and max(tokens) < 256:
-            return bytes(tokens), {"file": path.relative_to(stdlib_root()).as_posix(), "bytes": PROMPT_BYTES}
+        tokens = greedy_generate(target, encode_bytes(prompt).long(), GREEDY_BYTES)
+        if len(tokens) == GREEDY_BYTES and max(tokens) < 256 and not is_loop(tokens):
+            return bytes(tokens), {"file": path.relative_to(stdlib_root()).as_posix(), "text": prompt.decode()}
     raise ValueError(
         "greedy sample: expected a held-out prompt with 200 bytes of continuation, found none. Train longer."
     )
+
+
+def is_loop(tokens: list[int]) -> bool:
+    """Whether more than a third of all runs of eight tokens occurred before, as greedy text of small models does."""
+    runs = [tuple(tokens[i : i + 8]) for i in range(len(tokens) - 7)]
+    return len(set(runs)) < len(runs) * 2 / 3
 
 
 def write_record(record: dict[str, object], out: Path) -> None:

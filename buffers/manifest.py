@@ -157,6 +157,6 @@ def _check_keys(values: object, expected: set[str], where: str) -> None:
     if found != expected:
         missing, unknown = (", ".join(sorted(keys)) or "none" for keys in (expected - found, found - expected))
         raise ValueError(
-            f"expected the keys {', '.join(sorted(expected))} in {where}, found {missing} missing and {unknown} unknown. "
-            "Write the dataset with this version."
+            f"expected the keys {', '.join(sorted(expected))} in {where}, found {missing} missing and {unknown} "
+            "unknown. Write the dataset with this version."
         )

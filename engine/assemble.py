@@ -15,6 +15,7 @@ from buffers.planner import Plan, plan_buckets
 from buffers.shapes import ATTENTION_TILE, Bucket, anchors_for, round_up
 from engine.drafter_config import DrafterConfig, load_drafter_config
 from engine.engine import FrozenTarget
+from engine.params import initial_parameters
 from engine.rope import rope_from_config
 from engine.settings import Settings, SettingsError
 from engine.work import planning_cost
@@ -121,10 +122,21 @@ def frozen_target(settings: Settings, dataset: Dataset) -> FrozenTarget:
     return FrozenTarget(embed, head, norm, eps, info.last_hidden_norm)
 
 
-def initial_weights(settings: Settings) -> dict[str, torch.Tensor] | None:
-    """The tensors of model.init, or None to draw new ones."""
+def needs_last_hidden(settings: Settings, dataset: Dataset) -> bool:
+    """Whether the objective reads last_hidden. Raises SettingsError when it does and the dataset has none."""
+    needed = settings.objective.kl_weight > 0
+    if needed and dataset.info.last_hidden_norm is None:
+        raise SettingsError(
+            f"objective.kl_weight: soft labels need last_hidden, which {dataset.path} does not have; set it to 0 or extract the "
+            "last hidden states"
+        )
+    return needed
+
+
+def initial_weights(settings: Settings, config: DrafterConfig) -> dict[str, torch.Tensor]:
+    """The tensors of model.init, or new ones."""
     if not settings.model.init:
-        return None
+        return initial_parameters(config, settings.run.seed, settings.model.initializer_range)
     file = Path(settings.model.init) / "model.safetensors"
     if not file.is_file():
         raise ValueError(f"model.init: expected {file}, found no such file; give a drafter's folder")
@@ -171,3 +183,17 @@ def _fixed_plan(settings: Settings, dataset: Dataset, config: DrafterConfig) -> 
     too_long = int((dataset.lengths > edges[-1]).sum())
     zeros = tuple(0.0 for _ in buckets)
     return Plan(tuple(buckets), 0.0, zeros, tuple(samples), tuple(batches), tuple(useful), too_long)
+
+
+def _needed(target: dict[str, Any], key: str) -> int:
+    value = target.get(key)
+    if not isinstance(value, int) or value <= 0:
+        raise ValueError(
+            f"dataset.json: expected target_config to have {key}, found {value!r}; write the target's config.json there, or set "
+            f"model.{key}"
+        )
+    return value
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and value else value

@@ -1,8 +1,9 @@
 """Greedy speculative decoding with a DFlash drafter, batch of one.
 
 Each round drafts a block in one pass, lets the target check it in one pass, keeps the longest matching prefix and the
-target's own next token, and rolls the target's cache back to what was kept. The text is the target's greedy text. As z-lab
-does at inference, the drafter's context grows by the keys and values of newly accepted tokens and is never computed twice.
+target's own next token, and rolls the target's cache back to what was kept. The text is the target's greedy text. As
+z-lab does at inference, the drafter's context grows by the keys and values of newly accepted tokens; none is computed
+twice.
 """
 
 import dataclasses
@@ -84,7 +85,7 @@ def append_context(drafter: Drafter, cache: DraftCache, taps_TL: Tensor) -> None
 
 
 def block_mask(config: DrafterConfig, layer: int, context: int, device: torch.device) -> Tensor | None:
-    """Which of `context` + K keys each of the K slots of a block at position `context` sees, bool[K, context + K].
+    """Which of `context` (C) + K keys each of the K slots of a block at position `context` sees, bool[K, C + K].
 
     None where every slot sees everything. A window bounds the context only; causality is a matter of the block only.
     """
@@ -103,8 +104,8 @@ def draft_block(
 ) -> tuple[Tensor, Tensor]:
     """Append the accepted `taps_TL` [T, L*D], then draft the block whose slot 0 is token `anchor` at `position`.
 
-    Returns the hidden states after the final norm [K, D] and the drafted token ids int64[K-1]. Raises ValueError when the
-    context does not end right before the anchor.
+    Returns the hidden states after the final norm [K, D] and the drafted token ids int64[K-1]. Raises ValueError when
+    the context does not end right before the anchor.
     """
     config, weights = drafter.config, drafter.weights
     append_context(drafter, cache, taps_TL)

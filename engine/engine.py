@@ -60,9 +60,11 @@ class Engine:
         precision: str = "fp32",
         attention: str = "auto",
         chunk_rows: int = 2048,
-        evaluation: bool = False,
+        eval_inputs: Inputs | None = None,
+        training: bool = True,
     ) -> None:
-        """optimizer None: forward and backward only, no masters and moments. precision: bf16 | fp32."""
+        """optimizer None: forward and backward only, no masters and moments. precision: bf16 | fp32. eval_inputs: static
+        inputs of the held-out data over the same buckets, where there is any. training False: evaluation steps only."""
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         grad_dtype = torch.bfloat16 if dtype == torch.bfloat16 and (optimizer is None or optimizer.grad_dtype == "bf16") else torch.float32
         self.config, self.device, self.precision = config, device, precision
@@ -89,21 +91,25 @@ class Engine:
             )
         self._denominator = self.optimizer.denominator if self.optimizer else torch.zeros((), dtype=torch.float64, device=device)
         self.executor = make_executor(device)
-        self._inputs = inputs
-        for bucket in reversed(self.buckets):
-            self.executor.add(f"train {bucket.name}", partial(forward_backward, self.parts, inputs(bucket), self._denominator))
-        if evaluation:
+        self._all_inputs = [provide for provide in (inputs, eval_inputs) if provide is not None]
+        if training:
             for bucket in reversed(self.buckets):
-                self.executor.add(f"eval {bucket.name}", partial(forward_only, self.parts, inputs(bucket), self.eval_metrics))
+                step = partial(forward_backward, self.parts, inputs(bucket), self._denominator)
+                self.executor.add(f"train {bucket.name}", step)
+        if eval_inputs is not None:
+            for bucket in reversed(self.buckets):
+                forward = partial(forward_only, self.parts, eval_inputs(bucket), self.eval_metrics)
+                self.executor.add(f"eval {bucket.name}", forward)
         if self.optimizer is not None:
             self.executor.add("update", self.optimizer.update)
 
     def build(self) -> list[BuildReport]:
         """Compiles and captures everything, on inputs without content; parameters and optimizer state stay as they are."""
-        for bucket in self.buckets:
-            for name, tensor in self._inputs(bucket).items():
-                # Rows of length 0, no block kept: every number is finite, every weight 0, and the update skips itself.
-                tensor.zero_()
+        for provide in self._all_inputs:
+            for bucket in self.buckets:
+                for tensor in provide(bucket).values():
+                    # Rows of length 0, no block kept: every number finite, every weight 0, and the update skips itself.
+                    tensor.zero_()
         reports = self.executor.build()
         self.zero_()
         if self.optimizer is not None:

@@ -1,7 +1,7 @@
 """Hidden states of the target over text documents, written as our dataset.
 
-Documents are cut into chunks of random length, chosen by the seed alone. Chunks of like length run together; what pads a
-batch stands behind the text, where a causal model cannot see it.
+Documents are cut into chunks of random length, chosen by the seed alone. Chunks of like length run together; what pads
+a batch stands behind the text, where a causal model cannot see it.
 """
 
 import math
@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from buffers.dataset_writer import DatasetWriter
-from buffers.manifest import DatasetInfo
+from buffers.dataset import DatasetInfo, DatasetWriter
 from engine.bytes_vocab import MASK_TOKEN_ID, encode_document
 from engine.corpus import read_documents
 from engine.target import Target
@@ -24,11 +23,13 @@ def cut_documents(
 ) -> list[Tensor]:
     """Cut token documents int[T] into chunks of log-uniform length in [min_length, max_length], in random order.
 
-    A document's rest shorter than `min_length` is left out. With `max_tokens` the chunks end where their sum would pass it;
-    the order being random, they come from all over the documents. Raises ValueError when no chunk results.
+    A document's rest shorter than `min_length` is left out. With `max_tokens` the chunks end where their sum would pass
+    it; the order being random, they come from all over the documents. Raises ValueError when no chunk results.
     """
     if not 2 <= min_length <= max_length:
-        raise ValueError(f"chunks: expected 2 <= min_length <= max_length, found {min_length} and {max_length}. Correct them.")
+        raise ValueError(
+            f"chunks: expected 2 <= min_length <= max_length, found {min_length}, {max_length}. Correct them."
+        )
     random = np.random.Generator(np.random.Philox(seed))
     chunks: list[Tensor] = []
     for document in documents:
@@ -43,7 +44,8 @@ def cut_documents(
         chunks = chunks[: int(np.searchsorted(totals, max_tokens, side="right"))]
     if not chunks:
         raise ValueError(
-            f"chunks: expected a document of at least {min_length} tokens and a max_tokens that holds one chunk, found none. "
+            f"chunks: expected a document of {min_length} tokens or more and a max_tokens that holds a chunk, found "
+            "none. "
             "Give longer documents, a smaller min_length or a larger max_tokens."
         )
     return chunks
@@ -62,8 +64,10 @@ def batches_by_length(chunks: Sequence[Tensor], batch_tokens: int) -> Iterator[l
 
 
 @torch.inference_mode()
-def write_chunks(target: Target, chunks: Sequence[Tensor], writer: DatasetWriter, target_layer_ids: Sequence[int], batch_tokens: int) -> None:
-    """Run the target over the chunks and add each as a sample: every token supervised, `last_hidden` before the norm."""
+def write_chunks(
+    target: Target, chunks: Sequence[Tensor], writer: DatasetWriter, target_layer_ids: Sequence[int], batch_tokens: int
+) -> None:
+    """Run the target over the chunks and add each as a sample: every token supervised, `last_hidden` pre-norm."""
     for batch in batches_by_length(chunks, batch_tokens):
         padded = torch.zeros((len(batch), len(batch[-1])), dtype=torch.int64)
         for row, chunk in zip(padded, batch, strict=True):
@@ -95,7 +99,7 @@ def extract_corpus(
     """
     documents = [encode_document(text) for text in read_documents(list(files))]
     chunks = cut_documents(documents, min_length=min_length, max_length=max_length, seed=seed, max_tokens=max_tokens)
-    with DatasetWriter(
+    writer = DatasetWriter(
         out_dir,
         target_name=target_name,
         target_config=target.config.to_json(),
@@ -104,11 +108,8 @@ def extract_corpus(
         vocab_size=target.config.vocab_size,
         mask_token_id=MASK_TOKEN_ID,
         last_hidden_norm="pre",
-    ) as writer:
-        tied = target.config.tie_word_embeddings
-        writer.write_target(
-            target.model.embed_tokens.weight, None if tied else target.head_weight, target.model.norm.weight
-        )
-        write_chunks(target, chunks, writer, target_layer_ids, batch_tokens)
-        info = writer.close()
-    return info
+    )
+    head = None if target.config.tie_word_embeddings else target.head_weight
+    writer.write_target(target.model.embed_tokens.weight, head, target.model.norm.weight)
+    write_chunks(target, chunks, writer, target_layer_ids, batch_tokens)
+    return writer.close()

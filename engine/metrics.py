@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,31 +34,38 @@ class Metrics:
         self.sums.zero_()
         self.slots.zero_()
 
-    def snapshot(self) -> MetricsSnapshot:
-        """Starts a copy to the host on the current stream and returns at once."""
-        return MetricsSnapshot(self.sums, self.slots)
+    def snapshot(self, *beside: Tensor) -> MetricsSnapshot:
+        """Starts a copy to the host on the current stream, of other 0-D tensors too, and returns at once."""
+        return MetricsSnapshot(self.sums, self.slots, *beside)
 
 
 class MetricsSnapshot:
     """The counters as they stood at one point of the stream."""
 
-    def __init__(self, sums: Tensor, slots: Tensor) -> None:
-        pinned = sums.is_cuda
-        self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned).copy_(t, non_blocking=pinned) for t in (sums, slots)]
+    def __init__(self, *tensors: Tensor) -> None:
+        pinned = tensors[0].is_cuda
+        self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned).copy_(t, non_blocking=pinned) for t in tensors]
         self._copied = torch.cuda.Event() if pinned else None
         if self._copied is not None:
             self._copied.record()
 
     def ready(self) -> bool:
-        """Whether read() would return without waiting."""
+        """Whether reading would return without waiting."""
         return self._copied is None or self._copied.query()
 
     def read(self) -> MetricSums:
         """Waits for the copy (not for what was queued after it)."""
+        sums, slots = self._values()[:2]
+        return MetricSums(dict(zip(_SUMS, sums, strict=True)), correct=slots[0], supervised=slots[1])
+
+    def beside(self) -> list[float]:
+        """The other tensors given to snapshot(); waits as read() does."""
+        return self._values()[2:]
+
+    def _values(self) -> list[Any]:
         if self._copied is not None:
             self._copied.synchronize()
-        sums, slots = (t.tolist() for t in self._host)
-        return MetricSums(dict(zip(_SUMS, sums, strict=True)), correct=slots[0], supervised=slots[1])
+        return [t.tolist() for t in self._host]
 
 
 @dataclass(frozen=True)

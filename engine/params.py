@@ -49,6 +49,16 @@ def parameter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def initial_parameters(config: DrafterConfig, seed: int, std: float = 0.02) -> dict[str, Tensor]:
+    """New weights, fp32 on the CPU, the same on every machine: matrices N(0, std), norms 1. 0.02 is initializer_range of
+    the Qwen3 configs that the published recipes start from."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.ones(shape) if len(shape) == 1 else torch.empty(shape).normal_(0.0, std, generator=generator)
+        for name, shape in parameter_shapes(config).items()
+    }
+
+
 class ParamArena:
     """Owns every trainable number. Addresses never change after construction; load_ and the update write in place."""
 
@@ -103,13 +113,6 @@ class ParamArena:
         assert self.master is not None, "this ParamArena was built with trainable=False"
         return AdamWArenas(self.weight, self.grad, self.master, self.exp_avg, self.exp_avg_sq, self.num_decayed)
 
-    def initialise(self, seed: int, std: float = 0.02) -> None:
-        """Matrices N(0, 0.02) (initializer_range of the Qwen3 configs that the published recipes start from), norms 1."""
-        generator = torch.Generator().manual_seed(seed)
-        for name, shape in self.shapes.items():
-            value = torch.ones(shape) if len(shape) == 1 else torch.empty(shape).normal_(0.0, std, generator=generator)
-            self._write(name, value)
-
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies a drafter's tensors in. Strict: raises ValueError listing missing, unexpected and misshapen names."""
         problems = [f"missing {name}" for name in self.shapes if name not in tensors]
@@ -128,6 +131,11 @@ class ParamArena:
     def state(self) -> dict[str, Tensor]:
         """The parameters in full precision (masters where there are any), by name; views, not copies."""
         return dict(self.named(self.weight if self.master is None else self.master))
+
+    def refresh_weights(self) -> None:
+        """Compute-precision weights from the masters, after these were written from outside the update."""
+        if self.master is not None and self.master is not self.weight:
+            self.weight.copy_(self.master)
 
     def _write(self, name: str, value: Tensor) -> None:
         with torch.no_grad():

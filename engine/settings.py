@@ -44,7 +44,7 @@ class ModelSettings:
         0.02, "standard deviation of new weights; 0.02 as in z-lab's config.json", above=0.0
     )
     init: str = setting("", "folder of a drafter (config.json, model.safetensors) to start from instead of new weights")
-    attention: Literal["auto", "flex", "reference"] = setting(
+    attention: Literal["auto", "triton", "flex", "reference"] = setting(
         "auto", "auto: flex on CUDA, reference on the CPU; reference is dense and small-scale only"
     )
     head_chunk: int = setting(4096, "rows of logits that exist at a time; 0 lets the engine choose", low=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,9 +27,13 @@ def worst_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
         b = expected[name]
         if a.shape != b.shape or a.dtype != b.dtype:
             raise ValueError(f"{name}: expected {b.dtype} {tuple(b.shape)}, found {a.dtype} {tuple(a.shape)}")
-        if torch.equal(a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0)) and torch.equal(a.isnan(), b.isnan()):
+        differs = (a != b) & ~(a.isnan() & b.isnan())
+        if not differs.any():
             continue
-        relative = ((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)).item()
-        if worst is None or not relative <= worst.relative:
+        error = torch.where(differs, (a.double() - b.double()).abs(), 0.0).max()
+        scale = b.double().abs().nan_to_num(nan=0.0, posinf=0.0).max().clamp(min=1e-30)
+        # NaN or infinity on one side only is as far off as can be.
+        relative = (error / scale).nan_to_num(nan=math.inf, posinf=math.inf).item()
+        if worst is None or relative > worst.relative:
             worst = Difference(name, relative)
     return worst

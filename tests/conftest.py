@@ -1,6 +1,7 @@
 """What all tests share: a fixed seed, and the same number of threads everywhere."""
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,3 +16,12 @@ def fixed_seed() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tests of many tiny operations: on a busy machine threads wait for each other far longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,4 +1,5 @@
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,16 @@ def work(bucket: Bucket) -> float:
     return 40 + bucket.tokens + bucket.B * bucket.S * bucket.Q / 50
 
 
-def plan(lengths: NDArray[np.int64], eligible: NDArray[np.int64], **changes: int) -> Plan:
-    settings = {"num_anchors": 6, "K": 4, "max_buckets": 3, "token_budget": 200, "max_rows": 5, "tile": TILE, **changes}
+def plan(lengths: NDArray[np.int64], eligible: NDArray[np.int64], **changes: Any) -> Plan:
+    settings: dict[str, Any] = {
+        "num_anchors": 6,
+        "K": 4,
+        "max_buckets": 3,
+        "token_budget": 200,
+        "max_rows": 5,
+        "tile": TILE,
+        **changes,
+    }
     return plan_buckets(lengths, eligible, cost=work, **settings)
 
 
@@ -35,9 +44,9 @@ def cheapest_by_brute_force(
                 members = (lengths > below) & (lengths <= S)
                 N = anchors_for(int(eligible[members].max()), 6, 4, TILE)
                 choices = [
-                    -(-int(members.sum()) // B) * work(Bucket(B, S, N, 4, TILE))
-                    for B in range(1, 6)
-                    if B * (S + N * 4) <= token_budget
+                    -(-int(members.sum()) // bucket.B) * work(bucket)
+                    for bucket in (Bucket(B, S, N, 4, TILE) for B in range(1, 6))
+                    if bucket.tokens <= token_budget
                 ]
                 total += min(choices, default=float("inf"))
                 below = S
@@ -65,7 +74,7 @@ def test_what_the_plan_counts_is_what_the_batches_hold(too_long: str) -> None:
     generator = np.random.default_rng(1)
     lengths = generator.integers(1, 100, 300)
     eligible = np.minimum(generator.integers(0, 10, 300), lengths - 1)
-    found = plan(lengths, eligible, max_length=50, too_long=too_long)  # type: ignore[arg-type]
+    found = plan(lengths, eligible, max_length=50, too_long=too_long)
     assert found.buckets[-1].S == 56
     assert found.too_long_count == (lengths > 56).sum()
 

@@ -42,9 +42,9 @@ def test_round_up(value: int, expected: int) -> None:
 def test_n_is_what_the_samples_can_use_rounded_up_to_whole_tiles(
     most_eligible: int, num_anchors: int, K: int, expected: int
 ) -> None:
-    N = anchors_for(most_eligible, num_anchors, K, 128)
-    assert N == expected
-    assert Bucket(1, 128, N, K).N == expected
+    blocks = anchors_for(most_eligible, num_anchors, K, 128)
+    assert blocks == expected
+    assert Bucket(1, 128, blocks, K).Q % 128 == 0
 
 
 def test_n_of_no_anchors_is_refused() -> None:

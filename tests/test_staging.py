@@ -23,9 +23,7 @@ def pipeline_for(dataset: Dataset, dtype: torch.dtype = torch.float32, **setting
     return InputPipeline(dataset, BUCKETS, seed=SEED, device="cpu", dtype=dtype, poison=True, **settings)  # type: ignore[arg-type]
 
 
-def filled_directly(
-    dataset: Dataset, batch: Batch, dtype: torch.dtype = torch.float32, seed: int = SEED
-) -> dict[str, Tensor]:
+def filled_directly(dataset: Dataset, batch: Batch, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The batch's inputs in fresh memory, without pipeline."""
     specs = batch_specs(
         batch.bucket,
@@ -39,14 +37,19 @@ def filled_directly(
         clear_row(views, b)
     for b, row in enumerate(batch.rows):
         sample = dataset.sample(row.sample_id, row.start, row.stop)
-        fill_row(views, b, sample, bucket=batch.bucket, seed=seed, epoch=batch.epoch, piece=row.piece)
+        fill_row(views, b, sample, bucket=batch.bucket, seed=SEED, epoch=batch.epoch, piece=row.piece)
     return views
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The tensor's bytes, flat."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def assert_holds(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert list(found) == list(expected)
     for name, tensor in expected.items():
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert torch.equal(raw(found[name]), raw(tensor)), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,8 +81,8 @@ def test_no_byte_of_poison_or_of_a_longer_batch_reaches_the_inputs(tmp_path: Pat
         pipeline.load(short)
         inputs = pipeline.inputs(BUCKETS[2])
         assert_holds(inputs, filled_directly(dataset, short))
-        assert not any(inputs["target_hidden"][0, 3:].contiguous().view(torch.uint8).flatten().tolist())
-        assert not any(inputs["target_hidden"][1].view(torch.uint8).flatten().tolist())
+        assert not raw(inputs["target_hidden"][0, 3:]).any()
+        assert not raw(inputs["target_hidden"][1]).any()
 
 
 def test_load_passes_a_running_stream_without_disturbing_it(tmp_path: Path) -> None:
@@ -152,7 +155,7 @@ def test_a_sample_that_is_not_finite_is_skipped_and_listed_by_setting(tmp_path: 
             assert pipeline.next() == batch
             inputs = pipeline.inputs(BUCKETS[0])
             assert inputs["row_lengths"].tolist() == [10, 0, 9, 0, 0]
-            assert all(not any(tensor[1].contiguous().view(torch.uint8).flatten()) for tensor in inputs.values())
+            assert not any(raw(tensor[1]).any() for tensor in inputs.values())
             assert torch.isfinite(inputs["target_hidden"]).all()
     assert pipeline.skipped == [1]
 

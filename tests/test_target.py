@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.target import Target, TargetConfig, greedy_generate, load_target
+from engine.target import Target, greedy_generate, load_target
+from engine.target_config import TargetConfig
 
 
 def small(tied: bool = True) -> TargetConfig:

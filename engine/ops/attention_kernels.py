@@ -1,12 +1,14 @@
-"""Triton kernels of attention under the DFlash mask; attention.py launches them, attention_ref.py is the definition.
+"""Triton kernels of attention under the DFlash mask. attention.py launches them, attention_ref.py is the definition.
 
-Names: R heads of a GQA group; ROWS query rows and KEYS context keys of a tile; row r of a tile is draft position r // R and
-head r % R of the group, which lie side by side in [Q, H, E]. A row sees context [low, high) and the K keys of its own block.
-The diagonal comes first, as one small product, so no row is ever empty; then context tiles that every row sees whole, without
-a mask; then those at the edges. Softmax in base 2, statistics and sums in fp32. All kernels take any N and S.
+R heads of a GQA group; ROWS query rows and KEYS context keys of a tile. Row r of a tile is draft position r // R,
+head r % R of the group; they lie side by side in [Q, H, E]. x_sb is the batch stride of x, x_sq or x_ss its row stride:
+a constant of the model, compiled in, because addresses then need fewer registers.
 
-Keys at or past the highest anchor of a tile are never loaded, so it does not matter what lies there. `lse` and `delta` are
-fp32 [B, G, Q * R]; a row that does not exist reads lse = +inf, which makes its probabilities 0.
+A row sees context [low, high) and the K keys of its own block. The diagonal comes first, as one small product, so no
+row is ever empty; then the context tiles that every row sees whole, without a mask; then those at the edges. Softmax is
+in base 2, statistics and sums in fp32. Keys at or past the highest anchor of a tile are never loaded, or never used.
+
+`lse` and `delta` are fp32 [B, G, Q * R]. A row that does not exist reads lse = +inf, which makes its probabilities 0.
 """
 
 import triton
@@ -48,24 +50,26 @@ def _context_range(low, high, ok, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _forward_step(acc, m, l, s, v, scale):
+def _forward_step(acc, m, total, s, v, scale):
     m_next = tl.maximum(m, tl.max(s, 1) * scale)
     p = tl.exp2(s * scale - m_next[:, None])
     alpha = tl.exp2(m - m_next)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    return acc, m_next, l * alpha + tl.sum(p, 1)
+    return acc, m_next, total * alpha + tl.sum(p, 1)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def forward_kernel(
     q_ptr, kc_ptr, vc_ptr, kd_ptr, vd_ptr, o_ptr, lse_ptr, anchors_ptr, keeps_ptr, starts_ptr,
-    q_sb, q_sq, kc_sb, kc_ss, vc_sb, vc_ss, kd_sb, kd_sq, vd_sb, vd_sq, o_sb, o_sq,
+    q_sb, kc_sb, vc_sb, kd_sb, vd_sb, o_sb,
+    q_sq: tl.constexpr, kc_ss: tl.constexpr, vc_ss: tl.constexpr,
+    kd_sq: tl.constexpr, vd_sq: tl.constexpr, o_sq: tl.constexpr,
     N, S, window, scale,
     G: tl.constexpr, R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
     BLOCKS: tl.constexpr, PARTS: tl.constexpr, POSITIONS: tl.constexpr, DRAFT: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one tile of rows. Grid (B * G, tiles), the last tiles first: their anchors see the longest prefixes."""
+    """o and lse of one tile of rows. Grid (B * G, tiles); the last tiles, with the longest prefixes, come first."""
     g, b = tl.program_id(0) % G, (tl.program_id(0) // G).to(tl.int64)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     scale = scale * _LOG2E
@@ -92,7 +96,7 @@ def forward_kernel(
     s_d = tl.where(own | ~ok[:, None], _dot(q, tl.trans(key_d)), float("-inf"))
     m = tl.max(s_d, 1) * scale
     p_d = tl.exp2(s_d * scale - m[:, None])
-    l = tl.sum(p_d, 1)
+    total = tl.sum(p_d, 1)
     acc = _dot(p_d.to(v_d.dtype), v_d)
 
     begin, full_begin, full_end, end = _context_range(low, high, ok, KEYS)
@@ -104,7 +108,7 @@ def forward_kernel(
     for key_0 in range(full_begin, full_end, KEYS):
         key = tl.load(kc + key_0 * kc_ss)
         v = tl.load(vc + key_0 * vc_ss)
-        acc, m, l = _forward_step(acc, m, l, _dot(q, tl.trans(key)), v, scale)
+        acc, m, total = _forward_step(acc, m, total, _dot(q, tl.trans(key)), v, scale)
     edge = full_begin - begin
     for i in range(0, edge + end - full_end, KEYS):
         key_0 = begin + i + (i >= edge) * (full_end - full_begin)
@@ -113,29 +117,31 @@ def forward_kernel(
         v = tl.load(vc + key_0 * vc_ss, here, 0.0)
         sees = (key_0 + j[None, :] < high[:, None]) & (key_0 + j[None, :] >= low[:, None])
         s = tl.where(sees, _dot(q, tl.trans(key)), float("-inf"))
-        acc, m, l = _forward_step(acc, m, l, s, v, scale)
+        acc, m, total = _forward_step(acc, m, total, s, v, scale)
 
     o_ptr += b * o_sb + first * o_sq + g * R * E
     o_at = o_ptr + (r // R * o_sq + r % R * E)[:, None] + e
-    tl.store(o_at, (acc / l[:, None]).to(o_ptr.dtype.element_ty), ok[:, None])
+    tl.store(o_at, (acc / total[:, None]).to(o_ptr.dtype.element_ty), ok[:, None])
     lse_ptr += (b * G + g) * N * K * R + first * R
-    tl.store(lse_ptr + r, m + tl.log2(l), ok)
+    tl.store(lse_ptr + r, m + tl.log2(total), ok)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def dq_kernel(
-    q_ptr, kc_ptr, vc_ptr, kd_ptr, vd_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dkd_ptr, dvd_ptr,
-    anchors_ptr, keeps_ptr, starts_ptr,
-    q_sb, q_sq, kc_sb, kc_ss, vc_sb, vc_ss, kd_sb, kd_sq, vd_sb, vd_sq, o_sb, o_sq, do_sb, do_sq,
-    dq_sb, dq_sq, dkd_sb, dkd_sq, dvd_sb, dvd_sq,
+    q_ptr, kc_ptr, vc_ptr, kd_ptr, vd_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, low_ptr, high_ptr,
+    dq_ptr, dkd_ptr, dvd_ptr, anchors_ptr, keeps_ptr, starts_ptr,
+    q_sb, kc_sb, vc_sb, kd_sb, vd_sb, o_sb, do_sb, dq_sb, dkd_sb, dvd_sb,
+    q_sq: tl.constexpr, kc_ss: tl.constexpr, vc_ss: tl.constexpr,
+    kd_sq: tl.constexpr, vd_sq: tl.constexpr, o_sq: tl.constexpr,
+    do_sq: tl.constexpr, dq_sq: tl.constexpr, dkd_sq: tl.constexpr, dvd_sq: tl.constexpr,
     N, S, window, scale,
     G: tl.constexpr, R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
     BLOCKS: tl.constexpr, PARTS: tl.constexpr, POSITIONS: tl.constexpr, DRAFT: tl.constexpr,
 ):  # fmt: skip
-    """dQ and delta = sum(o * do) of one tile of rows; the draft keys' gradients too where a tile holds whole blocks.
+    """dQ and delta = sum(o * do) of one tile of rows; the draft keys' gradients too, where a tile holds whole blocks.
 
-    Grid (B * G, tiles), the last tiles first.
+    Grid (B * G, tiles); the last tiles come first.
     """
     g, b = tl.program_id(0) % G, (tl.program_id(0) // G).to(tl.int64)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -158,6 +164,10 @@ def dq_kernel(
     lse = tl.load(lse_ptr + statistics + r, ok, float("inf"))
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(delta_ptr + statistics + r, delta, ok)
+    # Bounds for dkv_kernel, whose edge tiles have no registers to spare for working them out.
+    if g == 0:
+        tl.store(low_ptr + b * N * K * R + first * R + r, low, ok)
+        tl.store(high_ptr + b * N * K * R + first * R + r, high, ok)
 
     c = tl.arange(0, DRAFT)
     c_ok = (c < BLOCKS * K) & (first_block + c // K < N)
@@ -211,12 +221,14 @@ def dq_kernel(
 @triton.jit(do_not_specialize=_SIZES)
 def draft_kernel(
     q_ptr, kd_ptr, vd_ptr, do_ptr, lse_ptr, delta_ptr, dkd_ptr, dvd_ptr,
-    q_sb, q_sq, kd_sb, kd_sq, vd_sb, vd_sq, do_sb, do_sq, dkd_sb, dkd_sq, dvd_sb, dvd_sq,
+    q_sb, kd_sb, vd_sb, do_sb, dkd_sb, dvd_sb,
+    q_sq: tl.constexpr, kd_sq: tl.constexpr, vd_sq: tl.constexpr,
+    do_sq: tl.constexpr, dkd_sq: tl.constexpr, dvd_sq: tl.constexpr,
     N, scale,
     G: tl.constexpr, R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, POSITIONS: tl.constexpr, DRAFT: tl.constexpr,
 ):  # fmt: skip
-    """Draft dK and dV of one block whose rows fill more than one tile of dq_kernel. Grid (B * G, N). Reads its delta."""
+    """Draft dK and dV of one block whose rows fill more than one tile of dq_kernel. Grid (B * G, N). Reads delta."""
     g, b, n = tl.program_id(0) % G, (tl.program_id(0) // G).to(tl.int64), tl.program_id(1)
     scale2 = scale * _LOG2E
     r = tl.arange(0, ROWS)
@@ -252,12 +264,14 @@ def draft_kernel(
 
 
 @triton.jit
-def _block_range(key_0, anchors_ptr, keeps_ptr, starts_ptr, N, S, window, K: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr):
-    """(n0, n1, full0, full1, reach): blocks [n0, n1) hold all that see any of the keys [key_0, key_0 + KEYS), those of
-    [full0, full1) see all of them, and no block of the row sees a key at or past reach.
+def _block_range(
+    key_0, anchors_ptr, keeps_ptr, starts_ptr, N, S, window, K: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """(n0, n1, full0, full1, reach): blocks [n0, n1) hold all that see any of the keys [key_0, key_0 + KEYS), those
+    of [full0, full1) see all of them, and no block of the row sees a key at or past reach.
 
-    Needs no order of the anchors to be right, only to be fast: where the blocks that see all are not side by side (never with
-    sorted anchors and unused blocks last), the second range is empty.
+    Needs no order of the anchors to be right, only to be fast: where the blocks that see all are not side by side,
+    which never happens to sorted anchors with unused blocks last, the second range is empty.
     """
     n0, n1, full0, full1, count, reach = N, 0, N, 0, 0, 0
     for chunk in range(0, N, CHUNK):
@@ -277,7 +291,10 @@ def _block_range(key_0, anchors_ptr, keeps_ptr, starts_ptr, N, S, window, K: tl.
 
 
 @triton.jit
-def _load_rows(q_ptr, do_ptr, lse_ptr, delta_ptr, q_at, do_at, first, Q, q_sq, do_sq, R: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr):
+def _load_rows(
+    q_ptr, do_ptr, lse_ptr, delta_ptr, q_at, do_at, first, Q,
+    q_sq: tl.constexpr, do_sq: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """q, do, lse and delta of the rows from draft position `first` on. EVEN: no row of any tile lies past the last."""
     r = tl.arange(0, ROWS)
     q_at = q_ptr + first * q_sq + q_at
@@ -290,18 +307,42 @@ def _load_rows(q_ptr, do_ptr, lse_ptr, delta_ptr, q_at, do_at, first, Q, q_sq, d
     return q, do, tl.load(lse_ptr + first * R + r, ok, float("inf")), tl.load(delta_ptr + first * R + r, ok, 0.0)
 
 
+@triton.jit
+def _load_edges(
+    low_ptr, high_ptr, key_0, first, Q, R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, EVEN: tl.constexpr
+):
+    """What each row sees of the keys [key_0, key_0 + KEYS): from (edge & 0xFFFF) to (edge >> 16), counted from key_0.
+
+    Packed because two integers a row, held across the products, would not fit into the registers.
+    """
+    r = tl.arange(0, ROWS)
+    if EVEN:
+        low = tl.load(low_ptr + first * R + r)
+        high = tl.load(high_ptr + first * R + r)
+    else:
+        ok = (r < ROWS // R * R) & (first + r // R < Q)
+        low = tl.load(low_ptr + first * R + r, ok, 0)
+        high = tl.load(high_ptr + first * R + r, ok, 0)
+    low = tl.minimum(tl.maximum(low - key_0, 0), KEYS)
+    return low | (tl.minimum(tl.maximum(high - key_0, 0), KEYS) << 16)
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def dkv_kernel(
-    q_ptr, kc_ptr, vc_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, anchors_ptr, keeps_ptr, starts_ptr,
-    q_sb, q_sq, kc_sb, kc_ss, vc_sb, vc_ss, do_sb, do_sq, dk_sb, dk_ss, dv_sb, dv_ss, split_stride,
+    q_ptr, kc_ptr, vc_ptr, do_ptr, lse_ptr, delta_ptr, low_ptr, high_ptr, dk_ptr, dv_ptr,
+    anchors_ptr, keeps_ptr, starts_ptr,
+    q_sb, kc_sb, vc_sb, do_sb, dk_sb, dv_sb,
+    q_sq: tl.constexpr, kc_ss: tl.constexpr, vc_ss: tl.constexpr,
+    do_sq: tl.constexpr, dk_ss: tl.constexpr, dv_ss: tl.constexpr,
+    split_stride,
     N, S, window, scale,
     G: tl.constexpr, R: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Context dK and dV of one tile of keys, summed over one part of the query range that sees it. Grid (B * G, splits, tiles).
+    """Context dK and dV of one tile of keys, summed over a part of the query range that sees it.
 
-    The first keys come first: nearly all queries see them. Products are transposed (keys x rows), so that probabilities
-    go from registers straight into the sums. Tiles of rows are cut without regard to blocks.
+    Grid (B * G, splits, tiles); the first keys, which nearly all queries see, come first. Products are transposed
+    (keys x rows), so that probabilities go from registers straight into the sums. Tiles of rows disregard blocks.
     """
     g, b = tl.program_id(0) % G, (tl.program_id(0) // G).to(tl.int64)
     split, splits, key_0 = tl.program_id(1), tl.num_programs(1), tl.program_id(2) * KEYS
@@ -314,10 +355,9 @@ def dkv_kernel(
     j = key_0 + tl.arange(0, KEYS)
     here = (j < S)[:, None]
     key = tl.load(kc_ptr + b * kc_sb + g * E + (j * kc_ss)[:, None] + e, here, 0.0)
-    v = tl.load(vc_ptr + b * vc_sb + g * E + (j * vc_ss)[:, None] + e, here, 0.0)
     n0, n1, full0, full1, reach = _block_range(key_0, anchors_ptr, keeps_ptr, starts_ptr, N, S, window, K, KEYS, CHUNK)
-    # What nobody sees may be NaN. Its keys are masked below; its values would meet probabilities of 0 as 0 * NaN.
-    v = tl.where((j < reach)[:, None], v, 0.0)
+    # What nobody sees may be NaN: as keys it is masked below, as values it would meet probabilities of 0 in 0 * NaN.
+    v = tl.load(vc_ptr + b * vc_sb + g * E + (j * vc_ss)[:, None] + e, (j < reach)[:, None], 0.0)
     dk = tl.zeros([KEYS, E], tl.float32)
     dv = tl.zeros([KEYS, E], tl.float32)
 
@@ -332,6 +372,9 @@ def dkv_kernel(
     full_1 = tl.minimum(tl.maximum(full_1, full_0), tile1)
 
     r = tl.arange(0, ROWS)
+    column = tl.arange(0, KEYS)
+    low_ptr += b * N * K * R
+    high_ptr += b * N * K * R
     q_ptr += b * q_sb + g * R * E
     do_ptr += b * do_sb + g * R * E
     lse_ptr += (b * G + g) * N * K * R
@@ -353,10 +396,10 @@ def dkv_kernel(
         q, do, lse, delta = _load_rows(
             q_ptr, do_ptr, lse_ptr, delta_ptr, q_at, do_at, first, N * K, q_sq, do_sq, R, ROWS, EVEN
         )
-        n, k = (first + r // R) // K, (first + r // R) % K
-        low, high = _visible(n, k, n < N, anchors_ptr, keeps_ptr, starts_ptr, S, window)
-        sees = (j[:, None] < high[None, :]) & (j[:, None] >= low[None, :])
-        p = tl.where(sees, tl.exp2(_dot(key, tl.trans(q)) * scale2 - lse[None, :]), 0.0)
+        edges = _load_edges(low_ptr, high_ptr, key_0, first, N * K, R, ROWS, KEYS, EVEN)
+        p = tl.exp2(_dot(key, tl.trans(q)) * scale2 - lse[None, :])
+        sees = (column[:, None] >= (edges & 0xFFFF)[None, :]) & (column[:, None] < (edges >> 16)[None, :])
+        p = tl.where(sees, p, 0.0)
         dp = _dot(v, tl.trans(do))
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
         ds = p * (dp - delta[None, :])
@@ -370,8 +413,9 @@ def dkv_kernel(
 
 @triton.jit(do_not_specialize=["S", "splits"])
 def sum_splits_kernel(
-    partial_ptr, dk_ptr, dv_ptr, dk_sb, dk_ss, dv_sb, dv_ss, split_stride, S, splits, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+    partial_ptr, dk_ptr, dv_ptr, dk_sb, dv_sb, dk_ss: tl.constexpr, dv_ss: tl.constexpr, split_stride, S, splits,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Sums the partial context dK and dV, fp32 [2, splits, B, S, G * E], in the order of the splits. Grid (S, B, 2)."""
     s, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
-"""Tile sizes of the attention kernels and how many ways context dK/dV is split: functions of shapes and of the card only.
+"""Tile sizes of the attention kernels, and how many ways context dK/dV is split: functions of shapes and of the card.
 
 Nothing is tuned at run time: the same shapes on the same card always give the same tiles, hence the same bits.
-R = H / G, the heads of a GQA group. A row of a tile is a (draft position, head of the group) pair.
+R = H / G heads make a GQA group; a row of a tile is one draft position of one head.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import heapq
 from dataclasses import dataclass
 from functools import cache
 
-LARGE_SHARED_MEMORY = 227 * 1024  # bytes a block may have: Hopper and data-centre Blackwell; other cards have 99 KiB or more
+# Bytes that a block may have on Hopper and on data-centre Blackwell. The other cards have 99 KiB or more.
+LARGE_SHARED_MEMORY = 227 * 1024
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows and context keys that one program holds at a time, its warps and the depth of its load pipeline."""
+    """Query rows and context keys that one program holds at a time, its warps, and the depth of its load pipeline."""
 
     rows: int
     keys: int
@@ -34,35 +35,40 @@ class Tiles:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Draft blocks in a tile of rows: `blocks` whole blocks, or one block spread over `parts` tiles of `positions` each."""
+    """Draft blocks in a tile of rows: `blocks` whole ones, or one that is spread over `parts` tiles.
+
+    positions: draft positions of a tile; keys: its draft keys, padded to a power of two that a matrix product accepts.
+    """
 
     blocks: int
     parts: int
     positions: int
-    keys: int  # draft keys of a tile, padded to a power of two that a matrix product accepts
+    keys: int
 
 
-# (head dim, large shared memory) for two-byte types. Shared memory: bytes of a tile x stages, checked by compiling for sm_90,
-# sm_86 and sm_120; registers: the fp32 accumulators of 256 threads leave room for one product beside them.
+# By (head dim, large shared memory), for types of two bytes. All compile within 227 KiB (sm_90) or 99 KiB (sm_86,
+# sm_89, sm_120). dkv keeps two fp32 sums of keys x head dim, which limits its tile; three stages hide its loads.
 _TILES = {
     (64, True): Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
-    (128, True): Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
-    (256, True): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
-    (64, False): Tiles(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    (128, False): Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
-    (256, False): Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    (128, True): Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
+    (256, True): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 3)),
+    (64, False): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    (128, False): Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2)),
+    (256, False): Tiles(Tile(32, 32, 4, 2), Tile(32, 16, 4, 2), Tile(32, 32, 8, 1)),
 }
-# fp32 serves tests and debugging: exact products take no tensor core, and wide tiles of them only spill.
+# fp32 serves tests: exact products take no tensor core, and wide tiles of them would only spill.
 _FP32 = Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
+_HEAD_DIMS = (16, 32, 64, 128, 256)
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 def tiles_for(E: int, itemsize: int, shared_memory: int) -> Tiles:
-    """Tiles for head dim E, element size in bytes and the shared memory in bytes that a block may have on the card.
+    """Tiles for head dim E, elements of `itemsize` bytes and a card whose blocks may have `shared_memory` bytes.
 
     Raises ValueError for head dims other than 16, 32, 64, 128 and 256.
     """
-    if E not in (16, 32, 64, 128, 256):
-        raise ValueError(f"expected a head dim of 64, 128 or 256 (16 and 32 for tests), found {E}. Use attention = 'flex'.")
+    if E not in _HEAD_DIMS:
+        raise ValueError(f"expected a head dim among {_HEAD_DIMS}, found {E}. Use attention = 'flex'.")
     if itemsize > 2:
         return _FP32
     return _TILES[max(E, 64), shared_memory >= LARGE_SHARED_MEMORY]
@@ -74,7 +80,7 @@ def power_of_two(value: int) -> int:
 
 
 def block_layout(rows: int, R: int, K: int) -> BlockLayout:
-    """How draft blocks of K positions with R heads each lie in tiles of `rows` rows."""
+    """How draft blocks of K positions of R heads lie in tiles of `rows` rows. Raises ValueError where R > rows."""
     positions = rows // R
     if not positions:
         raise ValueError(f"expected at most {rows} heads in a GQA group, found {R}. Use attention = 'flex'.")
@@ -86,24 +92,26 @@ def block_layout(rows: int, R: int, K: int) -> BlockLayout:
 
 @cache
 def splits_for(S: int, query_tiles: int, heads: int, keys: int, window: int | None, slots: int) -> int:
-    """Programs that share the query range of one tile of context keys: the fewest that keep all slots busy.
+    """Programs that share the query range of one tile of `keys` context keys: the fewest that keep the card busy.
 
-    heads: kv heads of all rows together (B * G); slots: programs the card runs at once. The load is that of anchors spread
-    evenly over S - real anchors would need a look at the device. Heaviest first, each to the slot that is free first; taken
-    is the first split within 10 % of the ideal, or the best of all.
+    heads: kv heads of all rows together (B * G); slots: programs that the card runs at once. Anchors are taken to be
+    spread evenly over S, since a look at the real ones would be a host sync. Programs are dealt out as the card does:
+    heaviest first, each to the slot that is free first. Taken is the first split within 10 % of ideal, else the best.
     """
-    reach = [min(S - first, S if window is None else keys + window) / S for first in range(0, S, keys)]
-    ideal = heads * query_tiles * sum(reach) / slots
+    seen = [min(S - first, S if window is None else keys + window) / S for first in range(0, S, keys)]
+    ideal = heads * query_tiles * sum(seen) / slots
+    if heads * len(seen) > 8 * slots:
+        return 1
     best, best_time = 1, float("inf")
-    for splits in (1, 2, 3, 4, 6, 8, 12, 16):
+    for splits in _SPLITS:
         free = [0.0] * slots
-        for share in reach:
+        for share in seen:
+            # One unit more than its tiles, for a program's beginning and end: that is where splitting stops paying.
+            time = 1 + -(-query_tiles * share // splits)
             for _ in range(heads * splits):
-                # One tile's time for a program to begin and end with; it also ends the gain from splitting further.
-                heapq.heapreplace(free, free[0] + 1 + -(-query_tiles * share // splits))
-        time = max(free)
-        if time < 0.98 * best_time:
-            best, best_time = splits, time
-        if time <= 1.1 * ideal or heads * len(reach) > 8 * slots:
+                heapq.heapreplace(free, free[0] + time)
+        if max(free) < 0.98 * best_time:
+            best, best_time = splits, max(free)
+        if best_time <= 1.1 * ideal:
             break
     return best

@@ -1,0 +1,148 @@
+"""Training checkpoints: safetensors and JSON in a folder that appears whole or not at all.
+
+checkpoints/step-00000500/ holds training.safetensors (fp32 masters and moments by parameter name, the device's step count,
+metrics, the rows consumed in the epoch under way) and state.json (step, epoch, drafter config). best/ is a drafter in the
+servers' layout with best.json beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.drafter_config import DrafterConfig
+from engine.engine import Engine
+
+TRAINING_FILE, STATE_FILE, WEIGHTS_FILE, CONFIG_FILE = "training.safetensors", "state.json", "model.safetensors", "config.json"
+
+
+@dataclass(frozen=True)
+class Position:
+    """step: optimizer steps done. consumed: (sample id, piece) rows of `epoch` that those steps took."""
+
+    step: int
+    epoch: int
+    consumed: tuple[tuple[int, int], ...]
+
+
+def save_checkpoint(root: Path, engine: Engine, position: Position, *, keep: int) -> Path:
+    """Writes root/step-<step> and removes all but the newest `keep`. Waits for the device."""
+    tensors = _training_tensors(engine)
+    tensors["consumed"] = torch.tensor(position.consumed, dtype=torch.int64).reshape(-1, 2)
+    state = {"format_version": 1, "step": position.step, "epoch": position.epoch, "config": engine.config.to_json()}
+    folder = root / f"step-{position.step:08d}"
+
+    def write(into: Path) -> None:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, into / TRAINING_FILE)
+        (into / STATE_FILE).write_text(json.dumps(state, indent=1))
+
+    publish_folder(folder, write)
+    for old in checkpoints(root)[:-keep]:
+        shutil.rmtree(old)
+    return folder
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(folder for folder in root.glob("step-*") if (folder / STATE_FILE).is_file())
+
+
+def saved_config(folder: Path) -> DrafterConfig:
+    """The drafter config of a training checkpoint. Raises ValueError when it is damaged."""
+    try:
+        return DrafterConfig.from_json(json.loads((folder / STATE_FILE).read_text())["config"])
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder}: expected a training checkpoint, found a damaged one ({error})") from error
+
+
+def load_checkpoint(folder: Path, engine: Engine) -> Position:
+    """Copies a checkpoint into the engine's arenas, addresses unchanged. Raises ValueError when it is damaged or was made
+    for another drafter."""
+    try:
+        state = json.loads((folder / STATE_FILE).read_text())
+        with safe_open(folder / TRAINING_FILE, "pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
+        position = Position(int(state["step"]), int(state["epoch"]), tuple(map(tuple, found.pop("consumed").tolist())))
+        config = state["config"]
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ValueError(f"{folder}: expected a training checkpoint, found a damaged one ({error}); remove it to go on") from error
+    ours = engine.config.to_json()
+    changed = sorted(key for key in ours.keys() | config.keys() if ours.get(key) != config.get(key))
+    if changed:
+        key = changed[0]
+        raise ValueError(
+            f"{folder}: the checkpoint's drafter has {key} {config.get(key)!r}, the settings ask for {ours.get(key)!r}; "
+            "set it back, or train into another run.output"
+        )
+    expected = _training_tensors(engine)
+    wrong = [name for name in expected if name not in found or found[name].shape != expected[name].shape]
+    if wrong:
+        raise ValueError(f"{folder}: expected the tensor {wrong[0]} of shape {tuple(expected[wrong[0]].shape)}; it is damaged")
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            tensor.copy_(found[name])
+        engine.params.refresh_weights()
+    return position
+
+
+def save_drafter(folder: Path, config: DrafterConfig, weights: dict[str, Tensor], extra: dict[str, Any] | None = None) -> None:
+    """A drafter as servers load it: config.json and model.safetensors in bf16 under z-lab's names. Replaces `folder`."""
+
+    def write(into: Path) -> None:
+        tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in weights.items()}
+        save_file(tensors, into / WEIGHTS_FILE, metadata={"format": "pt"})
+        (into / CONFIG_FILE).write_text(json.dumps(config.to_json(), indent=2) + "\n")
+        if extra is not None:
+            (into / "best.json").write_text(json.dumps(extra, indent=1) + "\n")
+
+    publish_folder(folder, write)
+
+
+def publish_folder(folder: Path, write: Any) -> None:
+    """write(temporary folder), flush to disk, then rename: whoever looks finds the old content or the new, never a part."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    write(temporary)
+    for path in (*temporary.iterdir(), temporary):
+        _flush(path)
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    _flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _training_tensors(engine: Engine) -> dict[str, Tensor]:
+    """Everything a checkpoint restores, as views of the engine's memory."""
+    assert engine.optimizer is not None, "an engine without an optimizer has nothing to check-point"
+    params, state = engine.params, engine.optimizer.state()
+    tensors = {f"master.{name}": tensor for name, tensor in params.state().items()}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        tensors |= {f"{kind}.{name}": tensor for name, tensor in params.named(state[kind])}
+    return tensors | {
+        "optimizer.step": state["step"],
+        "optimizer.skipped": state["skipped"],
+        "metrics.sums": engine.metrics.sums,
+        "metrics.slots": engine.metrics.slots,
+    }
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,51 @@
+"""The order of training: which batches make up which optimizer step, from where the last checkpoint left off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from buffers.batching import Batch, BatchPlan
+from engine.checkpoint import Position
+
+
+def training_steps(plan: BatchPlan, *, start: Position, total_steps: int, accumulation: int) -> Iterator[tuple[Batch, ...]]:
+    """The micro-batches of every step from start.step to total_steps; a step's are of one epoch, whose last step may have
+    fewer. Depends on its arguments alone, so that the loader and the loop can each walk their own."""
+    step, epoch = start.step, start.epoch
+    batches = plan.epoch(epoch, set(start.consumed) or None)
+    while step < total_steps:
+        for first in range(0, len(batches), accumulation):
+            if step == total_steps:
+                return
+            step += 1
+            yield tuple(batches[first : first + accumulation])
+        epoch += 1
+        batches = plan.epoch(epoch)
+
+
+def count_steps(plan: BatchPlan, *, start: Position, epochs: int, accumulation: int, max_steps: int = 0) -> int:
+    """Optimizer steps that will have been done at the end, those before `start` included."""
+    left = len(plan.epoch(start.epoch, set(start.consumed) or None)) if start.epoch < epochs else 0
+    whole = sum(-(-rows // bucket.B) for rows, bucket in zip(plan.row_counts, plan.buckets, strict=True))
+    steps = start.step + -(-left // accumulation) + max(0, epochs - start.epoch - 1) * -(-whole // accumulation)
+    return min(steps, max_steps) if max_steps else steps
+
+
+class Progress:
+    """Where the run is: what a checkpoint must know of the data."""
+
+    def __init__(self, start: Position) -> None:
+        self.step, self.epoch = start.step, start.epoch
+        self._consumed = list(start.consumed)
+
+    def took(self, batches: tuple[Batch, ...]) -> None:
+        """One optimizer step was queued over these batches."""
+        if batches[0].epoch != self.epoch:
+            self.epoch, self._consumed = batches[0].epoch, []
+        self.step += 1
+        for batch in batches:
+            self._consumed += batch.keys
+
+    def position(self) -> Position:
+        """For a checkpoint after the steps so far."""
+        return Position(self.step, self.epoch, tuple(self._consumed))

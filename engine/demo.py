@@ -1,0 +1,137 @@
+"""`dflash-engine demo`: the whole way on this machine, with a small real target that comes with the package.
+
+Its hidden states over Python's own library become a dataset; a drafter is trained on them with the full engine; then
+files that neither has seen are continued by real speculative decoding, whose text must be the target's own.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from engine.assemble import resolve_device
+from engine.bytes_vocab import encode_document
+from engine.corpus import corpus_files, read_documents
+from engine.decode import drafter_for, speculative_generate
+from engine.drafter_config import DrafterConfig, default_target_layer_ids
+from engine.export import load_drafter
+from engine.extract import extract_corpus
+from engine.params import initial_parameters
+from engine.plots import plot_run
+from engine.settings import (
+    BucketsSettings, DataSettings, ModelSettings, ObjectiveSettings, OptimizerSettings, RunSettings, Settings,
+)  # fmt: skip
+from engine.target import Target, greedy_generate, load_target
+from engine.train import train
+
+EMBEDDED_TARGET = Path(__file__).parent / "embedded"
+NUM_TAPS = 3
+PROMPT_TOKENS, NEW_TOKENS, HELD_OUT_PROMPTS = 192, 128, 12
+DATASET_TOKENS, EVAL_TOKENS = 160_000, 12_000
+
+
+def demo_settings(out: Path, *, steps: int, seed: int, device: str) -> Settings:
+    """A drafter of two layers and blocks of 8, sized for two CPU cores and a minute or two."""
+    return Settings(
+        model=ModelSettings(num_hidden_layers=2, block_size=8),
+        data=DataSettings(path=str(out / "data"), eval_path=str(out / "held-out-data")),
+        buckets=BucketsSettings(max_buckets=4, token_budget=8192, num_anchors=64),
+        objective=ObjectiveSettings(),
+        optimizer=OptimizerSettings(lr=3e-3),
+        run=RunSettings(
+            output=str(out / "run"), max_steps=steps, epochs=4, seed=seed, device=device, log_every=10, eval_every=100, save_every=0
+        ),
+    )
+
+
+def run_demo(out: Path, *, steps: int, seed: int, device: str) -> dict[str, Any]:
+    """Writes data/, held-out-data/, run/, drafter/ and demo.png to `out` and returns the demo's figures.
+
+    Raises ValueError when `out` holds an earlier demo, SettingsError when a GPU is required and absent.
+    """
+    if (out / "data").exists() or (out / "run").exists():
+        raise ValueError(f"{out} holds an earlier demo; remove it or choose another folder with --out")
+    began_s = time.perf_counter()
+    console = Console(stderr=True, highlight=False)
+    settings = demo_settings(out, steps=steps, seed=seed, device=device)
+    torch_device = resolve_device(device)
+    target = load_target(EMBEDDED_TARGET, torch_device, torch.float32)
+    taps = default_target_layer_ids(target.config.num_hidden_layers, NUM_TAPS)
+    console.print(f"1/4 hidden states of the embedded target over Python's library, after layers {list(taps)}")
+    for folder, split, tokens in (("data", "train", DATASET_TOKENS), ("held-out-data", "heldout", EVAL_TOKENS)):
+        info = extract_corpus(
+            target, corpus_files(split), out / folder, target_layer_ids=taps, max_tokens=tokens, max_length=512, seed=seed
+        )
+        console.print(f"    {folder}: {info.num_samples} samples, {sum(shard.num_tokens for shard in info.shards):,} tokens")
+
+    console.print("2/4 training")
+    figures = train(settings)
+    config, weights = load_drafter(out / "run" / "best")
+
+    console.print(f"3/4 speculative decoding of {HELD_OUT_PROMPTS} held-out files, {NEW_TOKENS} tokens each")
+    untrained = initial_parameters(config, seed, settings.model.initializer_range)
+    before = decode_held_out(config, untrained, target)
+    after = decode_held_out(config, weights, target)
+    console.print(
+        f"    accepted tokens per verification: {before['tokens_per_verification']:.2f} before training, "
+        f"{after['tokens_per_verification']:.2f} after; {after['differing_tokens']} tokens differ from the target's own text, "
+        f"{after['near_ties']} near ties"
+    )
+    console.print("4/4 files")
+    plot = plot_run(out / "run" / "metrics.jsonl", figures["buckets"], out / "demo.png")
+    for name, path in (("drafter", out / "run" / "best"), ("metrics", out / "run" / "metrics.jsonl"), ("picture", plot)):
+        console.print(f"    {name}: {path}", markup=False, soft_wrap=True)
+    return {
+        "tokens_per_verification_before": before["tokens_per_verification"],
+        "tokens_per_verification_after": after["tokens_per_verification"],
+        "differing_tokens": before["differing_tokens"] + after["differing_tokens"],
+        "near_ties": before["near_ties"] + after["near_ties"],
+        "steps": figures["steps"],
+        "eval_loss": figures["eval_loss"],
+        "eval_accept_len": figures["eval_accept_len"],
+        "buckets": figures["buckets"],
+        "how": figures["how"],
+        "drafter": str(out / "run" / "best"),
+        "metrics": str(out / "run" / "metrics.jsonl"),
+        "picture": str(plot),
+        "seconds": time.perf_counter() - began_s,
+    }
+
+
+def decode_held_out(config: DrafterConfig, weights: Mapping[str, Tensor], target: Target) -> dict[str, Any]:
+    """Continues the beginnings of held-out files greedily, with drafts and without, and compares the two texts.
+
+    differing_tokens counts tokens that differ before any near tie of the target's two best logits: it should be 0. Tokens
+    after a near tie are not compared: there, another order of summation may choose another text.
+    """
+    drafter = drafter_for(config, weights, target)
+    accepted: list[int] = []
+    differing = ties = 0
+    for prompt in held_out_prompts():
+        decoded = speculative_generate(target, drafter, prompt, NEW_TOKENS)
+        own = greedy_generate(target, prompt, NEW_TOKENS)
+        until = decoded.near_ties[0] if decoded.near_ties else NEW_TOKENS
+        ties += len(decoded.near_ties)
+        pairs = zip(decoded.tokens[:until], own[:until], strict=False)
+        differing += sum(a != b for a, b in pairs) + (not decoded.near_ties and len(own) != len(decoded.tokens))
+        accepted += decoded.accept_lengths
+    return {
+        "tokens_per_verification": statistics.fmean(accepted),
+        "verifications": len(accepted),
+        "differing_tokens": differing,
+        "near_ties": ties,
+    }
+
+
+def held_out_prompts() -> list[Tensor]:
+    """The first tokens of held-out files that are long enough, spread over the list."""
+    texts = [text for text in read_documents(corpus_files("heldout")) if len(text) > 2 * PROMPT_TOKENS]
+    stride = max(1, len(texts) // HELD_OUT_PROMPTS)
+    return [encode_document(text)[:PROMPT_TOKENS] for text in texts[::stride][:HELD_OUT_PROMPTS]]

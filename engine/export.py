@@ -1,0 +1,63 @@
+"""From a run or a checkpoint to the folder that vLLM, SGLang and llama.cpp load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from engine.checkpoint import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, checkpoints, save_drafter, saved_config
+from engine.drafter_config import DrafterConfig, load_drafter_config
+from engine.params import parameter_shapes
+
+
+def load_drafter(folder: Path) -> tuple[DrafterConfig, dict[str, Any]]:
+    """Config and tensors of a drafter in the servers' layout; names and shapes checked. Raises ValueError."""
+    config = load_drafter_config(folder)
+    try:
+        weights = load_file(folder / WEIGHTS_FILE)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder}: expected a readable {WEIGHTS_FILE}, found: {error}") from error
+    shapes = parameter_shapes(config)
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+    if wrong:
+        name = wrong[0]
+        raise ValueError(
+            f"{folder / WEIGHTS_FILE}: {name}: expected shape {shapes.get(name, 'none: no such tensor')}, found "
+            f"{found.get(name, 'none')}; {len(wrong)} tensors do not fit {CONFIG_FILE}"
+        )
+    return config, weights
+
+
+def export_drafter(source: Path, out: Path) -> dict[str, Any]:
+    """source: a run's folder (its best drafter, else its last checkpoint), a training checkpoint or a drafter's folder.
+
+    Writes config.json and model.safetensors (bf16) to `out`, which must not hold a drafter yet. Raises ValueError.
+    """
+    if (out / WEIGHTS_FILE).exists() or (out / CONFIG_FILE).exists():
+        raise ValueError(f"{out} holds a model already; choose another folder or remove it")
+    chosen = _choose(source)
+    if (chosen / TRAINING_FILE).is_file():
+        config = saved_config(chosen)
+        prefix = "master."
+        tensors = load_file(chosen / TRAINING_FILE)
+        weights = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    else:
+        config, weights = load_drafter(chosen)
+    save_drafter(out, config, weights)
+    load_drafter(out)
+    return {"source": str(chosen), "out": str(out), "tensors": len(weights), "block_size": config.block_size}
+
+
+def _choose(source: Path) -> Path:
+    best, saved = source / "best", checkpoints(source / "checkpoints")
+    for folder in (source, best, *reversed(saved[-1:])):
+        if (folder / WEIGHTS_FILE).is_file() or (folder / TRAINING_FILE).is_file():
+            return folder
+    raise ValueError(
+        f"{source}: expected a run's folder, a checkpoint or a drafter, found none of best/{WEIGHTS_FILE}, "
+        f"checkpoints/step-*/{TRAINING_FILE}, {WEIGHTS_FILE}"
+    )

@@ -1,0 +1,35 @@
+"""The training loop. A batch is on its way to the device while the step before runs; a step is a replay; numbers are read
+some steps later, when they have arrived."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.run import TrainingRun
+from engine.settings import Settings
+
+
+def train(settings: Settings, *, resume: bool = True) -> dict[str, Any]:
+    """Trains as the settings say and returns the run's figures; run.output holds the drafter, metrics and checkpoints.
+
+    Raises SettingsError (bad settings), ValueError (bad data), CaptureError, and KeyboardInterrupt after an interrupt,
+    with a checkpoint saved.
+    """
+    with TrainingRun(settings, resume=resume) as run:
+        engine = run.engine
+        for batches in run.steps():
+            for _ in batches:
+                batch = run.inputs.next()  # its bytes came over while the step before ran; a device copy puts them in place
+                engine.micro_step(batch.bucket)
+                run.count(batch)
+            engine.update(run.schedule(run.progress.step))
+            run.progress.took(batches)
+
+            if run.due(run.settings.run.log_every):
+                run.log()
+            if run.due(run.settings.run.eval_every):
+                run.evaluate()
+            if run.due(run.settings.run.save_every):
+                run.save()
+            run.stop_if_interrupted()
+        return run.finish()

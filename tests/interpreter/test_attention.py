@@ -1,0 +1,79 @@
+"""Triton's attention in fp32, output and five gradients, against the reference in fp64."""
+
+import pytest
+import torch
+
+from engine.ops.attention import attention, attention_backward, attention_forward
+from engine.ops.attention_ref import attention_ref
+from engine.ops.attention_tiles import Tile, Tiles
+from tests.attention_helpers import NAMES, Case, inputs_of, mask_of, relative_error
+
+TOLERANCE = 2e-6
+# Small enough that a context of 160 keys has whole tiles and edges; rows that do not all hold whole blocks.
+TILES = Tiles(Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1))
+CASES = [
+    pytest.param(Case(K=4, N=21, H=1, G=1, S=160), 1, id="odd-N"),
+    pytest.param(
+        Case(K=8, N=9, H=2, G=1, S=150, causal=True, documents=True, unused=2), 2, id="causal-documents-unused"
+    ),
+    pytest.param(Case(K=10, N=9, H=4, G=1, S=200, window=70), 1, id="K-does-not-divide-window"),
+    pytest.param(
+        Case(K=16, N=4, H=4, G=2, S=130, B=2, window=9, causal=True), 1, id="tiny-window-empty-row-of-the-batch"
+    ),
+    pytest.param(Case(K=32, N=3, H=4, G=1, S=130, causal=True, documents=True), 3, id="block-larger-than-tile"),
+    pytest.param(Case(K=10, N=3, H=10, G=2, S=96), 1, id="group-of-five-larger-than-tile"),
+    pytest.param(
+        Case(K=16, N=8, H=2, G=1, S=160, window=100, documents=True, ordered=False), 2, id="any-order-of-anchors"
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "splits"), CASES)
+def test_output_and_gradients(case: Case, splits: int) -> None:
+    *inputs, do = inputs_of(case, torch.float32)
+    mask, kind = mask_of(case), {"window": case.window, "causal": case.causal}
+    exact = [x.double().requires_grad_() for x in inputs]
+    expected = attention_ref(*exact, mask, window=case.window, causal=case.causal)
+    expected_gradients = torch.autograd.grad(expected, exact, do.double())
+
+    # What nobody may see: whether it is NaN must not matter.
+    used = torch.where(mask.block_keep_mask > 0, mask.anchor_positions, 0)
+    for b in range(case.B):
+        for context in inputs[1:3]:
+            context[b, int(used[b].max()) :] = float("nan")
+    o, lse = attention_forward(*inputs, mask, **kind, tiles=TILES)
+    gradients = attention_backward(do, *inputs, o, lse, mask, **kind, tiles=TILES, splits=splits)
+
+    assert relative_error(o, expected) < TOLERANCE
+    for name, found, gradient in zip(NAMES, gradients, expected_gradients, strict=True):
+        assert found.is_contiguous() and found.shape == gradient.shape
+        assert relative_error(found, gradient) < TOLERANCE, name
+
+
+def test_autograd_with_the_cards_own_tiles_and_a_gradient_that_is_not_contiguous() -> None:
+    case = Case(K=8, N=8, H=4, G=2, S=128)
+    *inputs, do = inputs_of(case, torch.float32)
+    do = do.transpose(1, 2).contiguous().transpose(1, 2)
+    mask = mask_of(case)
+    exact = [x.double().requires_grad_() for x in inputs]
+    leaves = [x.requires_grad_() for x in inputs]
+    o, expected = attention(*leaves, mask), attention_ref(*exact, mask)
+    assert relative_error(o, expected) < TOLERANCE
+    expected_gradients = torch.autograd.grad(expected, exact, do.double())
+    for found, gradient in zip(torch.autograd.grad(o, leaves, do), expected_gradients, strict=True):
+        assert relative_error(found, gradient) < TOLERANCE
+
+
+def test_results_go_into_slices_and_leave_what_is_beside_them() -> None:
+    case = Case(K=4, N=8, H=2, G=1, S=64)
+    *inputs, do = inputs_of(case, torch.float32)
+    mask = mask_of(case)
+    o, lse = attention_forward(*inputs, mask)
+    fresh = attention_backward(do, *inputs, o, lse, mask, splits=2)
+    draft, context = torch.full((1, 32, 6, 16), 7.0), torch.full((1, 64, 3, 16), 7.0)
+    dq, dk_draft, dv_draft, _ = draft.split([2, 1, 1, 2], dim=2)
+    dk_context, dv_context, _ = context.split([1, 1, 1], dim=2)
+    out = (dq, dk_context, dv_context, dk_draft, dv_draft)
+    attention_backward(do, *inputs, o, lse, mask, splits=2, out=out)
+    assert all(torch.equal(slice_, new) for slice_, new in zip(out, fresh, strict=True))
+    assert (draft[:, :, 4:] == 7).all() and (context[:, :, 2:] == 7).all()

@@ -1,0 +1,251 @@
+"""Every fused operation in fp32 against its definition in fp64: at most twice plain torch's error, and a rounding.
+
+The sizes fill no block of any kernel.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.ops.adamw import adamw
+from engine.ops.adamw_arenas import AdamWArenas
+from engine.ops.adamw_ref import adamw_ref
+from engine.ops.frozen_head import frozen_head
+from engine.ops.frozen_head_ref import frozen_head_ref
+from engine.ops.linear import linear
+from engine.ops.linear_ref import linear_ref
+from engine.ops.mlp import mlp
+from engine.ops.mlp_ref import mlp_ref
+from engine.ops.qkv_rope import qkv_rope
+from engine.ops.qkv_rope_ref import qkv_rope_ref
+from engine.ops.rms_norm import add_rms_norm
+from engine.ops.rms_norm_ref import add_rms_norm_ref
+from engine.ops.row_loss import RowLoss, Teacher
+from engine.ops.weight import Weight
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS = [1, 37]
+D = 200
+Results = dict[str, Tensor]
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_within_budget(found: Results, plain: Results, exact: Results) -> None:
+    assert found.keys() == exact.keys()
+    for name, expected in exact.items():
+        assert found[name].shape == expected.shape, name
+        error, allowed = ((x.double() - expected).abs().max().item() for x in (found[name], plain[name]))
+        rounding = torch.finfo(torch.float32).eps * expected.abs().max().item()
+        assert error <= 2 * allowed + 2 * rounding, f"{name}: error {error}, plain torch's {allowed}"
+
+
+def weight_of(value: Tensor, dtype: torch.dtype) -> Weight:
+    """The gradient arena holds something already: an earlier micro-batch's sum."""
+    return Weight(value.to(dtype).requires_grad_(), torch.full_like(value, 0.25, dtype=dtype))
+
+
+def run(
+    op: Callable[..., Any], inputs: Mapping[str, Tensor], weights: Mapping[str, Tensor], dtype: torch.dtype
+) -> Results:
+    """Outputs and gradients of op(**inputs, **weights), for output gradients that differ from element to element."""
+    leaves = {name: x.to(dtype).requires_grad_() for name, x in inputs.items()}
+    holders = {name: weight_of(value, dtype) for name, value in weights.items()}
+    # An operation may take its input's memory over for the backward pass: it gets what a matmul left.
+    outputs = op(**{name: leaf * 1.0 for name, leaf in leaves.items()}, **holders)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    loss = torch.stack([(y * random(*y.shape, seed=90 + i).to(dtype)).sum() for i, y in enumerate(outputs)]).sum()
+    results = {f"output {i}": y.detach().clone() for i, y in enumerate(outputs)}
+    loss.backward()
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        results[f"d{name}"] = leaf.grad
+    for name, weight in holders.items():
+        assert weight.value.grad is None, "the gradient goes to the arena only"
+        results[f"d{name}"] = weight.grad
+    return results
+
+
+def check(
+    op: Callable[..., Any], definition: Callable[..., Any], inputs: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+) -> None:
+    found = run(op, inputs, weights, torch.float32)
+    plain = run(definition, inputs, weights, torch.float32)
+    exact = run(definition, inputs, weights, torch.float64)
+    assert_within_budget(found, plain, exact)
+
+
+@pytest.mark.parametrize("R", ROWS)
+def test_linear(R: int) -> None:
+    def call(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda x, w: op(x, w)
+
+    check(call(linear), call(linear_ref), {"x": random(R, D, seed=0)}, {"w": random(71, D, seed=1)})
+
+
+def test_weight_gradients_of_bf16_are_summed_in_fp32_where_the_arena_is() -> None:
+    # Each product is a bf16 number; 1 + 2^-9 twice over is not.
+    weight = Weight(torch.ones(1, 1, dtype=torch.bfloat16).requires_grad_(), torch.zeros(1, 1))
+    x = torch.tensor([[1.0], [2.0**-9]], dtype=torch.bfloat16).requires_grad_()
+    linear(x, weight).sum().backward()
+    assert weight.grad.item() == 1 + 2.0**-9
+
+
+@pytest.mark.parametrize("R", ROWS)
+@pytest.mark.parametrize("has_delta", [True, False])
+def test_add_rms_norm(R: int, has_delta: bool) -> None:
+    def call(op: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        return lambda residual, w, delta=None: op(residual, delta, w, 1e-6)
+
+    inputs = {"residual": random(R, D, seed=0)} | ({"delta": random(R, D, seed=1)} if has_delta else {})
+    check(call(add_rms_norm), call(add_rms_norm_ref), inputs, {"w": random(D, seed=2)})
+
+
+@pytest.mark.parametrize("op", [add_rms_norm, add_rms_norm_ref])
+def test_norm_of_an_input_without_gradient(op: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    weight = weight_of(random(D, seed=2), torch.float32)
+    total, out = op(random(37, D, seed=0), None, weight, 1e-6)
+    assert not total.requires_grad
+    out.sum().backward()
+    assert not (weight.grad == 0.25).any()
+
+
+@pytest.mark.parametrize("R", ROWS)
+@pytest.mark.parametrize(("H", "G", "E"), [(5, 1, 16), (6, 3, 24), (0, 3, 16)])
+def test_qkv_rope(R: int, H: int, G: int, E: int) -> None:
+    angles = random(50, E // 2, seed=5)
+    positions = torch.randint(50, (R,), dtype=torch.int32, generator=torch.Generator().manual_seed(6))
+
+    def call(op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        def qkv(qkv: Tensor, q_norm: Weight, k_norm: Weight) -> tuple[Tensor, ...]:
+            # The tables are fp32 in training: cos and sin of fp64 angles would be other numbers.
+            tables = (angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype))
+            q, k, v = op(qkv, q_norm, k_norm, *tables, positions, num_heads=H, num_kv_heads=G, head_dim=E, eps=1e-6)
+            assert [t.shape for t in (q, k, v)] == [(R, H, E), (R, G, E), (R, G, E)]
+            return (q, k, v) if H else (k, v)
+
+        return qkv
+
+    weights = {"q_norm": random(E, seed=2), "k_norm": random(E, seed=3)}
+    check(call(qkv_rope), call(qkv_rope_ref), {"qkv": random(R, (H + 2 * G) * E, seed=0)}, weights)
+
+
+@pytest.mark.parametrize("R", ROWS)
+@pytest.mark.parametrize("inter", [333, 1100])
+def test_mlp(R: int, inter: int) -> None:
+    def call(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda x, gate_up, down: op(x, gate_up, down)
+
+    weights = {"gate_up": random(2 * inter, D, seed=1) * 0.1, "down": random(D, inter, seed=2) * 0.1}
+    check(call(mlp), call(mlp_ref), {"x": random(R, D, seed=0)}, weights)
+
+
+def head_results(op: Callable[..., RowLoss], dtype: torch.dtype, R: int, T: int | None, V: int, ce: float) -> Results:
+    generator = torch.Generator().manual_seed(7)
+    labels = torch.randint(V, (R,), generator=generator, dtype=torch.int32)
+    head, h = random(V, 64, seed=1), random(R, 64, seed=0) * 0.3
+    h[::2] += head[labels[::2].long()] * 0.5
+    teacher = None
+    if T is not None:
+        row = torch.randint(T, (R,), generator=generator, dtype=torch.int32)
+        teacher = Teacher(random(T, 64, seed=2).to(dtype) * 0.5, row)
+    weights = {"ce_weight": torch.tensor(ce), "kl_weight": torch.tensor(0.3)}
+    rows = op(h.to(dtype), head.to(dtype), labels, **weights, teacher=teacher, chunk_rows=10)
+    assert rows.dh is not None
+    return {"ce": rows.ce, "kl": rows.kl, "correct": rows.correct.double(), "dh": rows.dh}
+
+
+# A teacher of fewer rows than the draft, as many, and more: the two ways of gathering its logits.
+@pytest.mark.parametrize("T", [None, 5, 37, 60])
+@pytest.mark.parametrize("R", ROWS)
+@pytest.mark.parametrize(("V", "ce"), [(1003, 1.0), (1003, 0.0), (9001, 0.7)])
+def test_frozen_head(R: int, T: int | None, V: int, ce: float) -> None:
+    found = head_results(frozen_head, torch.float32, R, T, V, ce)
+    plain = head_results(frozen_head_ref, torch.float32, R, T, V, ce)
+    exact = head_results(frozen_head_ref, torch.float64, R, T, V, ce)
+    assert R == 1 or 0 < exact["correct"].sum() < R
+    assert_within_budget(found, plain, exact)
+
+
+@pytest.mark.parametrize("op", [frozen_head, frozen_head_ref])
+def test_of_equal_logits_the_first_wins(op: Callable[..., RowLoss]) -> None:
+    head = torch.zeros(9001, 4)
+    head[[70, 71, 5000], 0] = 1.0
+    h = torch.tensor([[2.0, 0, 0, 0]]).repeat(3, 1)
+    weights = {"ce_weight": torch.tensor(1.0), "kl_weight": torch.tensor(0.0)}
+    rows = op(h, head, torch.tensor([70, 71, 5000]), **weights)
+    assert rows.correct.tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("op", [frozen_head, frozen_head_ref])
+def test_without_gradient_none_is_formed(op: Callable[..., RowLoss]) -> None:
+    h, head, labels = random(37, 16, seed=0), random(1003, 16, seed=1), torch.arange(37)
+    weights = {"ce_weight": torch.tensor(1.0), "kl_weight": torch.tensor(0.0)}
+    without, with_gradient = (op(h, head, labels, **weights, gradient=gradient, chunk_rows=10) for gradient in (False, True))
+    assert without.dh is None
+    assert torch.equal(without.ce, with_gradient.ce)
+
+
+@pytest.mark.parametrize("op", [frozen_head, frozen_head_ref])
+def test_logits_of_any_size_are_finite(op: Callable[..., RowLoss]) -> None:
+    h, head, labels = random(37, 16, seed=0) * 1e4, random(1003, 16, seed=1), torch.arange(37)
+    weights = {"ce_weight": torch.tensor(1.0), "kl_weight": torch.tensor(1.0)}
+    teacher = Teacher(random(37, 16, seed=2) * 1e4, torch.arange(37, dtype=torch.int32))
+    rows = op(h, head, labels, **weights, teacher=teacher)
+    assert rows.dh is not None
+    assert all(t.isfinite().all() for t in (rows.ce, rows.kl, rows.dh))
+    assert (rows.kl >= -1e-3 * rows.kl.abs().max()).all()
+
+
+SIZE, NUM_DECAYED = 5003, 1234
+
+
+def arenas_of(dtype: torch.dtype, shared: bool) -> AdamWArenas:
+    master = random(SIZE, seed=0).to(dtype)
+    zeros = torch.zeros(SIZE, dtype=dtype)
+    weight = master if shared else master.clone()
+    return AdamWArenas(weight, zeros.clone(), master, zeros.clone(), zeros.clone(), NUM_DECAYED)
+
+
+def scalars_of(step: int, ok: float, dtype: torch.dtype) -> Tensor:
+    beta1, beta2 = 0.9, 0.95
+    values = [1e-2, 0.1, beta1, beta2, 1e-8, 0.125 * ok, 1 - beta1**step, (1 - beta2**step) ** 0.5, ok]
+    return torch.tensor(values, dtype=torch.float32).to(dtype)
+
+
+def adamw_results(op: Callable[[AdamWArenas, Tensor], None], dtype: torch.dtype, shared: bool) -> Results:
+    arenas = arenas_of(dtype, shared)
+    for step in (1, 2, 3):
+        arenas.grad.copy_(random(SIZE, seed=step) * 4)
+        op(arenas, scalars_of(step, 1.0, dtype))
+    return {field.name: getattr(arenas, field.name) for field in dataclasses.fields(arenas) if field.name != "num_decayed"}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_adamw(shared: bool) -> None:
+    found = adamw_results(adamw, torch.float32, shared)
+    assert torch.equal(found["weight"], found["master"])
+    assert (found["grad"] == 0).all()
+    assert_within_budget(
+        found, adamw_results(adamw_ref, torch.float32, shared), adamw_results(adamw_ref, torch.float64, shared)
+    )
+
+
+@pytest.mark.parametrize("op", [adamw, adamw_ref])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.0])
+def test_adamw_without_ok_only_forgets_the_gradient(op: Callable[[AdamWArenas, Tensor], None], value: float) -> None:
+    arenas = arenas_of(torch.float32, shared=False)
+    arenas.grad.copy_(random(SIZE, seed=1))
+    op(arenas, scalars_of(1, 1.0, torch.float32))
+    before = {name: getattr(arenas, name).clone() for name in ("weight", "master", "exp_avg", "exp_avg_sq")}
+    arenas.grad.fill_(value)
+    op(arenas, scalars_of(2, 0.0, torch.float32))
+    assert all(torch.equal(getattr(arenas, name), tensor) for name, tensor in before.items())
+    assert (arenas.grad == 0).all()

@@ -1,0 +1,103 @@
+"""What of Triton's attention needs no kernel: tiles, splits and refusals. The kernels: tests/interpreter, tests/gpu."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine.mask import DraftMask
+from engine.ops.attention import _check, attention
+from engine.ops.attention_tiles import LARGE_SHARED_MEMORY, block_layout, splits_for, tiles_for
+from tests.attention_helpers import Case, inputs_of, mask_of
+
+SMALL_SHARED_MEMORY = 99 * 1024
+MULTIPROCESSORS = 132
+
+
+@pytest.mark.parametrize("E", [64, 128, 256])
+def test_a_card_with_less_shared_memory_gets_smaller_tiles(E: int) -> None:
+    large, small = tiles_for(E, 2, LARGE_SHARED_MEMORY), tiles_for(E, 2, SMALL_SHARED_MEMORY)
+    for kernel in ("forward", "dq", "dkv"):
+        big, little = getattr(large, kernel), getattr(small, kernel)
+        assert little.rows * little.keys <= big.rows * big.keys
+        assert little.stages <= big.stages
+
+
+def test_a_head_dim_without_tiles_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected a head dim among \(16, 32, 64, 128, 256\), found 96"):
+        tiles_for(96, 2, LARGE_SHARED_MEMORY)
+
+
+@pytest.mark.parametrize(
+    ("rows", "R", "K", "blocks", "parts", "positions"),
+    [
+        (128, 4, 16, 2, 1, 32),
+        (128, 4, 10, 3, 1, 30),
+        (128, 4, 32, 1, 1, 32),
+        (64, 4, 32, 1, 2, 16),
+        (64, 5, 10, 1, 1, 10),
+    ],
+)
+def test_blocks_lie_whole_in_a_tile_or_fill_several(
+    rows: int, R: int, K: int, blocks: int, parts: int, positions: int
+) -> None:
+    layout = block_layout(rows, R, K)
+    assert (layout.blocks, layout.parts, layout.positions) == (blocks, parts, positions)
+    assert layout.keys >= layout.blocks * K
+
+
+def test_a_group_wider_than_a_tile_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected at most 32 heads in a GQA group, found 64"):
+        block_layout(32, 64, 16)
+
+
+@pytest.mark.parametrize(
+    ("S", "Q", "R", "splits"), [(512, 8192, 2, 8), (2048, 8192, 4, 2), (4096, 32768, 4, 1)], ids=["W1", "W2", "W3"]
+)
+def test_the_query_range_is_split_only_where_the_card_would_idle(S: int, Q: int, R: int, splits: int) -> None:
+    assert splits_for(S, Q * R // 64, 8, 128, None, MULTIPROCESSORS) == splits
+
+
+def test_many_rows_need_no_split() -> None:
+    assert splits_for(512, 256, 8 * 64, 128, None, MULTIPROCESSORS) == 1
+
+
+CASE = Case(K=4, N=8, H=4, G=2, S=64)
+
+
+def checked(**changes: torch.Tensor | DraftMask | int) -> None:
+    """_check on good inputs, but for the changes."""
+    names = ("q", "k_context", "v_context", "k_draft", "v_draft")
+    arguments = dict(zip(names, inputs_of(CASE, torch.float32)[:5], strict=True), mask=mask_of(CASE), window=None)
+    _check(**{**arguments, **changes})
+
+
+def test_the_cpu_is_refused_outside_the_interpreter() -> None:
+    with pytest.raises(ValueError, match="expected tensors on a CUDA device, found cpu. Use attention_ref there."):
+        attention(*inputs_of(CASE, torch.float32)[:5], mask_of(CASE))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"q": torch.zeros(1, 32, 4, 16, dtype=torch.float64)},
+            "expected bfloat16, float16 or float32, found torch.float64",
+        ),
+        ({"q": torch.zeros(1, 32, 3, 16)}, "expected H as a multiple of G = 2, found 3"),
+        ({"q": torch.zeros(1, 36, 4, 16)}, r"expected Q = N \* K = 8 \* 4, found 36"),
+        ({"window": 0}, "expected a window of at least 1, found 0"),
+        ({"q": torch.zeros(1, 4, 32, 16).transpose(1, 2)}, "expected q as .* heads of a row side by side"),
+        ({"k_draft": torch.zeros(1, 64, 2, 16)}, r"expected k_draft as \[1, 32, 2, 16\].*found \[1, 64, 2, 16\]"),
+        ({"v_context": torch.zeros(1, 64, 2, 16).half()}, "expected v_context as .*float32.* found .*float16"),
+        ({"v_context": torch.zeros(64 * 2 * 16 + 1)[1:].view(1, 64, 2, 16)}, "rows aligned to 16 bytes"),
+        ({"mask": mask_of(Case(K=4, N=8, H=4, G=2, S=64, B=2))}, r"expected anchor_positions as contiguous \[1, 8\]"),
+    ],
+)
+def test_what_the_kernels_would_read_wrongly_is_refused(
+    changes: dict[str, torch.Tensor | DraftMask | int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton.knobs.runtime.interpret", True)
+    checked()
+    with pytest.raises(ValueError, match=message):
+        checked(**changes)
