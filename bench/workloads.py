@@ -37,16 +37,26 @@ class Workload:
     def config(self) -> DrafterConfig:
         """The drafter of this workload."""
         return DrafterConfig(
-            block_size=self.K, mask_token_id=self.vocab_size - 1, target_layer_ids=(1, 2, 3, 4, 5), num_target_layers=12,
-            hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=8, head_dim=128, vocab_size=self.vocab_size, layer_types=("full_attention",) * 5,
-        )  # fmt: skip
+            block_size=self.K,
+            mask_token_id=self.vocab_size - 1,
+            target_layer_ids=(1, 2, 3, 4, 5),
+            num_target_layers=12,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=self.vocab_size,
+            layer_types=("full_attention",) * 5,
+        )
 
     def target(self, device: torch.device, dtype: torch.dtype) -> FrozenTarget:
         """Random embedding and head with the scale of trained ones."""
         V, D = self.vocab_size, self.hidden_size
         generator = torch.Generator(device).manual_seed(1)
-        embed, head = (torch.empty(V, D, device=device, dtype=dtype).normal_(0, 0.02, generator=generator) for _ in range(2))
+        embed, head = (
+            torch.empty(V, D, device=device, dtype=dtype).normal_(0, 0.02, generator=generator) for _ in range(2)
+        )
         return FrozenTarget(embed, head, torch.ones(D, device=device, dtype=dtype))
 
 
@@ -66,7 +76,9 @@ class RandomInputs:
     def __init__(self, config: DrafterConfig, buckets: list[Bucket], device: torch.device, dtype: torch.dtype) -> None:
         self._config = config
         specs = {
-            b: batch_specs(b, num_taps=config.num_taps, hidden_size=config.hidden_size, dtype=dtype, with_last_hidden=False)
+            b: batch_specs(
+                b, num_taps=config.num_taps, hidden_size=config.hidden_size, dtype=dtype, with_last_hidden=False
+            )
             for b in buckets
         }
         self.arena = Arena("static inputs", max(packed_size(s) for s in specs.values()), device)

@@ -17,7 +17,8 @@ from engine.drafter_config import DrafterConfig, load_drafter_config
 from engine.engine import FrozenTarget
 from engine.params import initial_parameters
 from engine.rope import rope_from_config
-from engine.settings import Settings, SettingsError
+from engine.settings import Settings
+from engine.settings_fields import SettingsError
 from engine.work import planning_cost
 
 
@@ -51,9 +52,11 @@ def drafter_config(settings: Settings, info: DatasetInfo) -> DrafterConfig:
     if model.init:
         config = load_drafter_config(model.init)
         for name, expected in (
-            ("hidden_size", info.hidden_size), ("target_layer_ids", info.target_layer_ids), ("vocab_size", info.vocab_size),
+            ("hidden_size", info.hidden_size),
+            ("target_layer_ids", info.target_layer_ids),
+            ("vocab_size", info.vocab_size),
             ("mask_token_id", info.mask_token_id),
-        ):  # fmt: skip
+        ):
             if getattr(config, name) != expected:
                 raise ValueError(
                     f"model.init: {model.init} has {name} {getattr(config, name)}, the dataset has {expected}; "
@@ -95,11 +98,20 @@ def refuse_unreproduced(target: dict[str, Any]) -> None:
         problems.append(f"model_type {model_type} scales its embedding")
     if target.get("final_logit_softcapping"):
         problems.append(f"final_logit_softcapping {target['final_logit_softcapping']}")
-    for key in ("lm_head_bias", "embedding_multiplier", "logits_scaling", "logit_scale", "embedding_scale", "scale_emb"):
+    for key in (
+        "lm_head_bias",
+        "embedding_multiplier",
+        "logits_scaling",
+        "logit_scale",
+        "embedding_scale",
+        "scale_emb",
+    ):
         if target.get(key) not in (None, False, 1, 1.0):
             problems.append(f"{key} {target[key]}")
     if problems:
-        raise ValueError(f"target cannot be reproduced: {'; '.join(problems)}. Only plain embeddings and heads are supported")
+        raise ValueError(
+            f"target cannot be reproduced: {'; '.join(problems)}. Only plain embeddings and heads are supported"
+        )
 
 
 def frozen_target(settings: Settings, dataset: Dataset) -> FrozenTarget:
@@ -146,13 +158,23 @@ def initial_weights(settings: Settings, config: DrafterConfig) -> dict[str, torc
 def make_plan(settings: Settings, dataset: Dataset, config: DrafterConfig, device: torch.device) -> Plan:
     """The buckets for a dataset: planned, or the fixed lengths of the settings with N and B by the same rules."""
     b = settings.buckets
-    shared = {"num_anchors": b.num_anchors, "K": config.block_size, "token_budget": b.token_budget, "max_rows": b.max_rows}
+    shared = {
+        "num_anchors": b.num_anchors,
+        "K": config.block_size,
+        "token_budget": b.token_budget,
+        "max_rows": b.max_rows,
+    }
     cost = planning_cost(config, device.type)
     if not b.lengths:
         return plan_buckets(
-            dataset.lengths, dataset.eligible_counts, max_buckets=b.max_buckets, max_length=b.max_length, cost=cost,
-            too_long=settings.data.too_long, **shared,
-        )  # fmt: skip
+            dataset.lengths,
+            dataset.eligible_counts,
+            max_buckets=b.max_buckets,
+            max_length=b.max_length,
+            cost=cost,
+            too_long=settings.data.too_long,
+            **shared,
+        )
     return _fixed_plan(settings, dataset, config)
 
 

@@ -22,7 +22,12 @@ from torch import Tensor
 from engine.drafter_config import DrafterConfig
 from engine.engine import Engine
 
-TRAINING_FILE, STATE_FILE, WEIGHTS_FILE, CONFIG_FILE = "training.safetensors", "state.json", "model.safetensors", "config.json"
+TRAINING_FILE, STATE_FILE, WEIGHTS_FILE, CONFIG_FILE = (
+    "training.safetensors",
+    "state.json",
+    "model.safetensors",
+    "config.json",
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,9 @@ def load_checkpoint(folder: Path, engine: Engine) -> Position:
         position = Position(int(state["step"]), int(state["epoch"]), tuple(map(tuple, found.pop("consumed").tolist())))
         config = state["config"]
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ValueError(f"{folder}: expected a training checkpoint, found a damaged one ({error}); remove it to go on") from error
+        raise ValueError(
+            f"{folder}: expected a training checkpoint, found a damaged one ({error}); remove it to go on"
+        ) from error
     ours = engine.config.to_json()
     changed = sorted(key for key in ours.keys() | config.keys() if ours.get(key) != config.get(key))
     if changed:
@@ -86,7 +93,9 @@ def load_checkpoint(folder: Path, engine: Engine) -> Position:
     expected = _training_tensors(engine)
     wrong = [name for name in expected if name not in found or found[name].shape != expected[name].shape]
     if wrong:
-        raise ValueError(f"{folder}: expected the tensor {wrong[0]} of shape {tuple(expected[wrong[0]].shape)}; it is damaged")
+        raise ValueError(
+            f"{folder}: expected the tensor {wrong[0]} of shape {tuple(expected[wrong[0]].shape)}; it is damaged"
+        )
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(found[name])
@@ -94,7 +103,9 @@ def load_checkpoint(folder: Path, engine: Engine) -> Position:
     return position
 
 
-def save_drafter(folder: Path, config: DrafterConfig, weights: dict[str, Tensor], extra: dict[str, Any] | None = None) -> None:
+def save_drafter(
+    folder: Path, config: DrafterConfig, weights: dict[str, Tensor], extra: dict[str, Any] | None = None
+) -> None:
     """A drafter as servers load it: config.json and model.safetensors in bf16 under z-lab's names. Replaces `folder`."""
 
     def write(into: Path) -> None:

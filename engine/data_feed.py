@@ -8,7 +8,9 @@ from buffers.batching import Batch, BatchPlan
 from engine.checkpoint import Position
 
 
-def training_steps(plan: BatchPlan, *, start: Position, total_steps: int, accumulation: int) -> Iterator[tuple[Batch, ...]]:
+def training_steps(
+    plan: BatchPlan, *, start: Position, total_steps: int, accumulation: int
+) -> Iterator[tuple[Batch, ...]]:
     """The micro-batches of every step from start.step to total_steps; a step's are of one epoch, whose last step may have
     fewer. Depends on its arguments alone, so that the loader and the loop can each walk their own."""
     step, epoch = start.step, start.epoch

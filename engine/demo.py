@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -26,8 +26,14 @@ from engine.extract import extract_corpus
 from engine.params import initial_parameters
 from engine.plots import plot_run
 from engine.settings import (
-    BucketsSettings, DataSettings, ModelSettings, ObjectiveSettings, OptimizerSettings, RunSettings, Settings,
-)  # fmt: skip
+    BucketsSettings,
+    DataSettings,
+    ModelSettings,
+    ObjectiveSettings,
+    OptimizerSettings,
+    RunSettings,
+    Settings,
+)
 from engine.target import Target, greedy_generate, load_target
 from engine.train import train
 
@@ -46,7 +52,14 @@ def demo_settings(out: Path, *, steps: int, seed: int, device: str) -> Settings:
         objective=ObjectiveSettings(),
         optimizer=OptimizerSettings(lr=3e-3),
         run=RunSettings(
-            output=str(out / "run"), max_steps=steps, epochs=4, seed=seed, device=device, log_every=10, eval_every=100, save_every=0
+            output=str(out / "run"),
+            max_steps=steps,
+            epochs=4,
+            seed=seed,
+            device=cast(Any, device),
+            log_every=10,
+            eval_every=100,
+            save_every=0,
         ),
     )
 
@@ -67,9 +80,17 @@ def run_demo(out: Path, *, steps: int, seed: int, device: str) -> dict[str, Any]
     console.print(f"1/4 hidden states of the embedded target over Python's library, after layers {list(taps)}")
     for folder, split, tokens in (("data", "train", DATASET_TOKENS), ("held-out-data", "heldout", EVAL_TOKENS)):
         info = extract_corpus(
-            target, corpus_files(split), out / folder, target_layer_ids=taps, max_tokens=tokens, max_length=512, seed=seed
+            target,
+            corpus_files(split),
+            out / folder,
+            target_layer_ids=taps,
+            max_tokens=tokens,
+            max_length=512,
+            seed=seed,
         )
-        console.print(f"    {folder}: {info.num_samples} samples, {sum(shard.num_tokens for shard in info.shards):,} tokens")
+        console.print(
+            f"    {folder}: {info.num_samples} samples, {sum(shard.num_tokens for shard in info.shards):,} tokens"
+        )
 
     console.print("2/4 training")
     figures = train(settings)
@@ -86,7 +107,11 @@ def run_demo(out: Path, *, steps: int, seed: int, device: str) -> dict[str, Any]
     )
     console.print("4/4 files")
     plot = plot_run(out / "run" / "metrics.jsonl", figures["buckets"], out / "demo.png")
-    for name, path in (("drafter", out / "run" / "best"), ("metrics", out / "run" / "metrics.jsonl"), ("picture", plot)):
+    for name, path in (
+        ("drafter", out / "run" / "best"),
+        ("metrics", out / "run" / "metrics.jsonl"),
+        ("picture", plot),
+    ):
         console.print(f"    {name}: {path}", markup=False, soft_wrap=True)
     return {
         "tokens_per_verification_before": before["tokens_per_verification"],

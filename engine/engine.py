@@ -66,7 +66,11 @@ class Engine:
         """optimizer None: forward and backward only, no masters and moments. precision: bf16 | fp32. eval_inputs: static
         inputs of the held-out data over the same buckets, where there is any. training False: evaluation steps only."""
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        grad_dtype = torch.bfloat16 if dtype == torch.bfloat16 and (optimizer is None or optimizer.grad_dtype == "bf16") else torch.float32
+        grad_dtype = (
+            torch.bfloat16
+            if dtype == torch.bfloat16 and (optimizer is None or optimizer.grad_dtype == "bf16")
+            else torch.float32
+        )
         self.config, self.device, self.precision = config, device, precision
         self.buckets = tuple(sorted(buckets, key=lambda bucket: bucket.tokens))
         self.ops = select_ops(device, attention)
@@ -81,15 +85,25 @@ class Engine:
         self.objective = _objective(objective, config.block_size, device)
         self.metrics, self.eval_metrics = Metrics(config.block_size, device), Metrics(config.block_size, device)
         longest = max(bucket.S for bucket in self.buckets)
-        self.drafter = Drafter(config, self.params, self.embed_tokens, self.ops, max_positions=longest + config.block_size)
+        self.drafter = Drafter(
+            config, self.params, self.embed_tokens, self.ops, max_positions=longest + config.block_size
+        )
         self.parts = StepParts(self.drafter, self.head, self.objective, self.ops, self.metrics, chunk_rows)
         self.optimizer: AdamW | None = None
         if optimizer is not None:
             o = optimizer
             self.optimizer = AdamW(
-                self.params, self.ops, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay, clip_norm=o.clip_norm
+                self.params,
+                self.ops,
+                beta1=o.beta1,
+                beta2=o.beta2,
+                eps=o.eps,
+                weight_decay=o.weight_decay,
+                clip_norm=o.clip_norm,
             )
-        self._denominator = self.optimizer.denominator if self.optimizer else torch.zeros((), dtype=torch.float64, device=device)
+        self._denominator = (
+            self.optimizer.denominator if self.optimizer else torch.zeros((), dtype=torch.float64, device=device)
+        )
         self.executor = make_executor(device)
         self._all_inputs = [provide for provide in (inputs, eval_inputs) if provide is not None]
         if training:
@@ -168,6 +182,10 @@ def _objective(settings: ObjectiveSettings, block_size: int, device: torch.devic
         return torch.tensor(value, dtype=torch.float32, device=device)
 
     return Objective(
-        settings.weighting, settings.kl_weight > 0, settings.dpace_alpha,
-        ce_weight=scalar(settings.ce_weight), kl_weight=scalar(settings.kl_weight), gamma=scalar(settings.gamma_for(block_size)),
-    )  # fmt: skip
+        settings.weighting,
+        settings.kl_weight > 0,
+        settings.dpace_alpha,
+        ce_weight=scalar(settings.ce_weight),
+        kl_weight=scalar(settings.kl_weight),
+        gamma=scalar(settings.gamma_for(block_size)),
+    )

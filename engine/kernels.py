@@ -74,7 +74,14 @@ def reference_ops() -> Ops:
     from engine.ops.rms_norm_ref import add_rms_norm_ref
 
     return Ops(
-        "reference", linear_ref, add_rms_norm_ref, qkv_rope_ref, mlp_ref, frozen_head_ref, adamw_ref, _reference_attention
+        "reference",
+        linear_ref,
+        add_rms_norm_ref,
+        qkv_rope_ref,
+        mlp_ref,
+        frozen_head_ref,
+        adamw_ref,
+        _reference_attention,
     )
 
 

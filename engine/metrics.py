@@ -10,7 +10,18 @@ from torch import Tensor
 
 from engine.objective import BlockSums
 
-_SUMS = ("loss", "weight", "ce", "kl", "accepted", "blocks", "useful_tokens", "slot_tokens", "micro_batches", "bad_micro_batches")
+_SUMS = (
+    "loss",
+    "weight",
+    "ce",
+    "kl",
+    "accepted",
+    "blocks",
+    "useful_tokens",
+    "slot_tokens",
+    "micro_batches",
+    "bad_micro_batches",
+)
 
 
 class Metrics:
@@ -22,7 +33,9 @@ class Metrics:
 
     def add(self, sums: BlockSums, row_lengths_B: Tensor, slot_tokens: int) -> None:
         """One micro-batch. A sum that is not finite is left out and counted: one bad batch must not hide all that follow."""
-        values = torch.stack([sums.loss, sums.weight, sums.ce, sums.kl, sums.accepted, sums.blocks, row_lengths_B.double().sum()])
+        values = torch.stack(
+            [sums.loss, sums.weight, sums.ce, sums.kl, sums.accepted, sums.blocks, row_lengths_B.double().sum()]
+        )
         finite = values.isfinite().all()
         values = torch.where(finite, values, 0.0)
         rest = torch.stack([torch.full_like(values[0], slot_tokens), torch.ones_like(values[0]), (~finite).double()])
@@ -44,7 +57,9 @@ class MetricsSnapshot:
 
     def __init__(self, *tensors: Tensor) -> None:
         pinned = tensors[0].is_cuda
-        self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned).copy_(t, non_blocking=pinned) for t in tensors]
+        self._host = [
+            torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned).copy_(t, non_blocking=pinned) for t in tensors
+        ]
         self._copied = torch.cuda.Event() if pinned else None
         if self._copied is not None:
             self._copied.record()
@@ -83,7 +98,7 @@ class MetricSums:
             [a - b for a, b in zip(self.supervised, earlier.supervised, strict=True)],
         )
 
-    def means(self) -> dict[str, float | list[float]]:
+    def means(self) -> dict[str, Any]:
         """loss, ce, kl per unit of weight; accuracy over supervised slots and per slot; accept_len per kept block and
         tokens_per_verification = accept_len + 1 (the bonus token); useful tokens and the share of padding."""
         s = self.sums

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.drafter_config import DrafterConfig
 from engine.kernels import Attend, Ops
 from engine.mask import DraftMask
+from engine.ops.weight import Weight
 from engine.params import ParamArena
 from engine.rope import rope_attention_scaling, rope_inv_freq
 
@@ -22,14 +23,18 @@ from engine.rope import rope_attention_scaling, rope_inv_freq
 class Drafter:
     """Weights, tables and operations of a drafter; call it with a batch's static inputs."""
 
-    def __init__(self, config: DrafterConfig, params: ParamArena, embedding_VD: Tensor, ops: Ops, *, max_positions: int) -> None:
+    def __init__(
+        self, config: DrafterConfig, params: ParamArena, embedding_VD: Tensor, ops: Ops, *, max_positions: int
+    ) -> None:
         """embedding: the target's, frozen, in compute precision. max_positions: positions the RoPE tables cover (S + K)."""
         self.config, self.ops, self.embedding = config, ops, embedding_VD
         self.fc = params.fused("fc.weight")
         self.hidden_norm, self.norm = params.fused("hidden_norm.weight"), params.fused("norm.weight")
         self.layers = [_layer_weights(params, f"layers.{i}.") for i in range(config.num_hidden_layers)]
         device = embedding_VD.device
-        angles = torch.arange(max_positions, device=device)[:, None] * rope_inv_freq(config.rope, config.head_dim, device)
+        angles = torch.arange(max_positions, device=device)[:, None] * rope_inv_freq(
+            config.rope, config.head_dim, device
+        )
         scaling = rope_attention_scaling(config.rope)
         self.cos_PE, self.sin_PE = angles.cos() * scaling, angles.sin() * scaling
 
@@ -57,7 +62,9 @@ class Drafter:
             norms = (layer["self_attn.q_norm"], layer["self_attn.k_norm"], self.cos_PE, self.sin_PE)
             stream, x = ops.add_rms_norm(stream, delta, layer["input_layernorm"], config.rms_norm_eps)
             q, k, v = ops.qkv_rope(ops.linear(x, layer["qkv"]), *norms, draft_positions, num_heads=H, **shape)
-            _, k_context, v_context = ops.qkv_rope(ops.linear(context, layer["kv"]), *norms, context_positions, num_heads=0, **shape)
+            _, k_context, v_context = ops.qkv_rope(
+                ops.linear(context, layer["kv"]), *norms, context_positions, num_heads=0, **shape
+            )
             q, k, v, k_context, v_context = (
                 rearrange(t, "(b t) h e -> b t h e", b=B) for t in (q, k, v, k_context, v_context)
             )
@@ -89,9 +96,16 @@ class Drafter:
         return (at_anchor[..., None] + slot).flatten()
 
 
-def _layer_weights(params: ParamArena, prefix: str) -> dict:
+def _layer_weights(params: ParamArena, prefix: str) -> dict[str, Weight]:
     names = [f"{prefix}self_attn.{part}_proj.weight" for part in "qkv"]
     weights = {"qkv": params.fused(*names), "kv": params.fused(*names[1:])}
     weights["gate_up"] = params.fused(f"{prefix}mlp.gate_proj.weight", f"{prefix}mlp.up_proj.weight")
-    singles = ("self_attn.o_proj", "mlp.down_proj", "self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm")
+    singles = (
+        "self_attn.o_proj",
+        "mlp.down_proj",
+        "self_attn.q_norm",
+        "self_attn.k_norm",
+        "input_layernorm",
+        "post_attention_layernorm",
+    )
     return weights | {name: params.fused(f"{prefix}{name}.weight") for name in singles}

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.kernels import Ops
 from engine.ops.row_loss import RowLoss, Teacher
 
+
 @dataclass(frozen=True)
 class Objective:
     """weighting, uses_kl, dpace_alpha and post_norm are baked into a captured step; the tensors are 0-D fp32 on the device
@@ -75,16 +76,29 @@ def dpace_weights(ce: Tensor, w: Tensor, alpha: float) -> Tensor:
 
 
 def block_loss(
-    h_BNKD: Tensor, batch: Mapping[str, Tensor], head: TargetHead, objective: Objective, ops: Ops, *, gradient: bool, chunk_rows: int
+    h_BNKD: Tensor,
+    batch: Mapping[str, Tensor],
+    head: TargetHead,
+    objective: Objective,
+    ops: Ops,
+    *,
+    gradient: bool,
+    chunk_rows: int,
 ) -> BlockSums:
     """h: hidden states of slots 1..K-1 [B, N, K - 1, D], detached. Forms the input gradient here; nothing of size V stays."""
     B, N, slots, D = h_BNKD.shape
     labels, w = labels_and_weights(batch, slots + 1)
     teacher = _teacher(batch, head, slots + 1, D) if objective.uses_kl else None
     rows: RowLoss = ops.frozen_head(
-        h_BNKD.reshape(-1, D), head.weight, labels.flatten(), ce_weight=objective.ce_weight, kl_weight=objective.kl_weight,
-        teacher=teacher, gradient=gradient, chunk_rows=chunk_rows,
-    )  # fmt: skip
+        h_BNKD.reshape(-1, D),
+        head.weight,
+        labels.flatten(),
+        ce_weight=objective.ce_weight,
+        kl_weight=objective.kl_weight,
+        teacher=teacher,
+        gradient=gradient,
+        chunk_rows=chunk_rows,
+    )
     ce, kl, correct = (t.view(B, N, slots) for t in (rows.ce, rows.kl, rows.correct))
     if objective.weighting == "dpace":
         weight = w * dpace_weights(ce, w, objective.dpace_alpha)
@@ -108,10 +122,16 @@ def block_loss(
         dh_rows = rows.dh.view(B, N, slots, D)
         dh = torch.where(weight[..., None] > 0, dh_rows * weight[..., None].to(dh_rows.dtype), 0.0)
     return BlockSums(
-        loss=weighted(row_loss), weight=total_weight.double(), ce=weighted(ce), kl=weighted(kl),
-        supervised_k=w.double().sum((0, 1)), correct_k=right.double().sum((0, 1)),
-        accepted=accepted.double().sum(), blocks=(batch["block_keep_mask"] > 0).double().sum(), dh=dh,
-    )  # fmt: skip
+        loss=weighted(row_loss),
+        weight=total_weight.double(),
+        ce=weighted(ce),
+        kl=weighted(kl),
+        supervised_k=w.double().sum((0, 1)),
+        correct_k=right.double().sum((0, 1)),
+        accepted=accepted.double().sum(),
+        blocks=(batch["block_keep_mask"] > 0).double().sum(),
+        dh=dh,
+    )
 
 
 def _teacher(batch: Mapping[str, Tensor], head: TargetHead, block_size: int, D: int) -> Teacher:

@@ -38,7 +38,15 @@ class AdamW:
     """Owns the update's device scalars. `denominator` is the step's summed loss weight, added to by the micro-batches."""
 
     def __init__(
-        self, params: ParamArena, ops: Ops, *, beta1: float, beta2: float, eps: float, weight_decay: float, clip_norm: float
+        self,
+        params: ParamArena,
+        ops: Ops,
+        *,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        clip_norm: float,
     ) -> None:
         self._arenas, self._ops = params.arenas(), ops
         device = params.grad.device
@@ -76,5 +84,8 @@ class AdamW:
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint needs besides the masters; views."""
         return {
-            "exp_avg": self._arenas.exp_avg, "exp_avg_sq": self._arenas.exp_avg_sq, "step": self.step, "skipped": self.skipped,
-        }  # fmt: skip
+            "exp_avg": self._arenas.exp_avg,
+            "exp_avg_sq": self._arenas.exp_avg_sq,
+            "step": self.step,
+            "skipped": self.skipped,
+        }

@@ -63,7 +63,13 @@ class ParamArena:
     """Owns every trainable number. Addresses never change after construction; load_ and the update write in place."""
 
     def __init__(
-        self, config: DrafterConfig, device: torch.device, *, dtype: torch.dtype, grad_dtype: torch.dtype, trainable: bool = True
+        self,
+        config: DrafterConfig,
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        trainable: bool = True,
     ) -> None:
         """trainable = False leaves out master and moments (evaluation, forward + backward benchmarks)."""
         self.shapes = parameter_shapes(config)
@@ -77,15 +83,16 @@ class ParamArena:
             self._offsets[name] = end
             end += torch.Size(shape).numel()
         self.size = round_up(end, _SHARD)
-        flat = {"device": device, "requires_grad": False}
-        self.weight = torch.zeros(self.size, dtype=dtype, **flat)
-        self.grad = torch.zeros(self.size, dtype=grad_dtype, **flat)
+        self.weight = torch.zeros(self.size, dtype=dtype, device=device)
+        self.grad = torch.zeros(self.size, dtype=grad_dtype, device=device)
         self.master: Tensor | None = None
         if trainable:
             # In fp32 the drafter computes with the masters themselves.
-            self.master = self.weight if dtype == torch.float32 else torch.zeros(self.size, dtype=torch.float32, **flat)
-            self.exp_avg = torch.zeros(self.size, dtype=torch.float32, **flat)
-            self.exp_avg_sq = torch.zeros(self.size, dtype=torch.float32, **flat)
+            self.master = (
+                self.weight if dtype == torch.float32 else torch.zeros(self.size, dtype=torch.float32, device=device)
+            )
+            self.exp_avg = torch.zeros(self.size, dtype=torch.float32, device=device)
+            self.exp_avg_sq = torch.zeros(self.size, dtype=torch.float32, device=device)
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """The part of a flat arena that belongs to one parameter, in its shape."""
@@ -112,6 +119,14 @@ class ParamArena:
         """What the update works on."""
         assert self.master is not None, "this ParamArena was built with trainable=False"
         return AdamWArenas(self.weight, self.grad, self.master, self.exp_avg, self.exp_avg_sq, self.num_decayed)
+
+    def draw_(self, seed: int, std: float = 0.02) -> None:
+        """New weights drawn on the device, for benchmarks: quick for billions, but not the bits of initial_parameters."""
+        generator = torch.Generator(self.weight.device).manual_seed(seed)
+        for name, view in self.named(self.weight):
+            self._write(
+                name, torch.ones_like(view) if view.dim() == 1 else view.clone().normal_(0.0, std, generator=generator)
+            )
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies a drafter's tensors in. Strict: raises ValueError listing missing, unexpected and misshapen names."""

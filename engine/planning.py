@@ -22,16 +22,38 @@ def show_plan(data: Path, settings: Settings) -> dict[str, Any]:
     config = drafter_config(settings, dataset.info)
     plan = make_plan(settings, dataset, config, resolve_device(settings.run.device))
     batch_plan = BatchPlan(dataset.lengths, plan.buckets, too_long=settings.data.too_long, seed=settings.run.seed)
-    rows = [row._asdict() | {"tflop": step_flop(config, bucket) / 1e12} for row, bucket in zip(plan_table(plan), plan.buckets, strict=True)]
+    rows = [
+        row._asdict() | {"tflop": step_flop(config, bucket) / 1e12}
+        for row, bucket in zip(plan_table(plan), plan.buckets, strict=True)
+    ]
     table = Table(title=f"{data}: {len(dataset)} samples, {int(dataset.lengths.sum()):,} tokens")
-    for column in ("bucket", "rows B", "tokens S", "blocks N", "samples", "batches", "padding", "TFLOP/step", "share of work"):
+    for column in (
+        "bucket",
+        "rows B",
+        "tokens S",
+        "blocks N",
+        "samples",
+        "batches",
+        "padding",
+        "TFLOP/step",
+        "share of work",
+    ):
         table.add_column(column, justify="left" if column == "bucket" else "right")
     for r in rows:
         table.add_row(
-            r["bucket"], str(r["B"]), str(r["S"]), str(r["N"]), str(r["samples"]), str(r["batches"]),
-            f"{r['padding_fraction']:.1%}", f"{r['tflop']:.4g}", f"{r['cost_share']:.1%}",
-        )  # fmt: skip
+            r["bucket"],
+            str(r["B"]),
+            str(r["S"]),
+            str(r["N"]),
+            str(r["samples"]),
+            str(r["batches"]),
+            f"{r['padding_fraction']:.1%}",
+            f"{r['tflop']:.4g}",
+            f"{r['cost_share']:.1%}",
+        )
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"padding of an epoch: {plan.padding_fraction:.1%}; too long ({settings.data.too_long}): {len(batch_plan.too_long)}")
+    console.print(
+        f"padding of an epoch: {plan.padding_fraction:.1%}; too long ({settings.data.too_long}): {len(batch_plan.too_long)}"
+    )
     return {"buckets": rows, "padding": plan.padding_fraction, "too_long": batch_plan.too_long}

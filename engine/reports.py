@@ -67,15 +67,17 @@ def bucket_rows(
     for bucket in buckets:
         count, time = counts.get(bucket, BucketCount()), times.get(f"train {bucket.name}", StepTime())
         device_s, steps = time.device_ms / 1e3, max(1, time.count)
-        rows.append({
-            "bucket": bucket.name,
-            "batches": count.batches,
-            "useful_tokens_per_s": count.useful_tokens / device_s if device_s else 0.0,
-            "padding": 1 - count.useful_tokens / count.slot_tokens if count.slot_tokens else 0.0,
-            "device_ms": time.device_ms / steps,
-            "host_ms": time.host_ms / steps,
-            "how": how,
-        })  # fmt: skip
+        rows.append(
+            {
+                "bucket": bucket.name,
+                "batches": count.batches,
+                "useful_tokens_per_s": count.useful_tokens / device_s if device_s else 0.0,
+                "padding": 1 - count.useful_tokens / count.slot_tokens if count.slot_tokens else 0.0,
+                "device_ms": time.device_ms / steps,
+                "host_ms": time.host_ms / steps,
+                "how": how,
+            }
+        )
     return rows
 
 
@@ -86,7 +88,12 @@ def print_bucket_table(rows: Iterable[Mapping[str, Any]], console: Console) -> N
         table.add_column(column, justify="left" if column in ("bucket", "step") else "right")
     for r in rows:
         table.add_row(
-            r["bucket"], str(r["batches"]), f"{r['useful_tokens_per_s']:,.0f}", f"{r['padding']:.1%}",
-            f"{r['device_ms']:.2f}", f"{r['host_ms']:.3f}", r["how"],
-        )  # fmt: skip
+            r["bucket"],
+            str(r["batches"]),
+            f"{r['useful_tokens_per_s']:,.0f}",
+            f"{r['padding']:.1%}",
+            f"{r['device_ms']:.2f}",
+            f"{r['host_ms']:.3f}",
+            r["how"],
+        )
     console.print(table)

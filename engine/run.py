@@ -33,7 +33,8 @@ from engine.data_feed import Progress, count_steps, training_steps
 from engine.engine import Engine
 from engine.optimizer import Schedule
 from engine.reports import BucketCount, MetricsLog, bucket_rows, print_bucket_table
-from engine.settings import Settings, SettingsError
+from engine.settings import Settings
+from engine.settings_fields import SettingsError
 from graphs.executor import CaptureError
 from graphs.guards import Counters
 
@@ -61,20 +62,31 @@ class TrainingRun:
         buckets = self.plan.buckets
         self.batch_plan = BatchPlan(data.lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed)
         shared: dict[str, Any] = {
-            "seed": settings.run.seed, "device": device, "on_nonfinite": settings.data.on_nonfinite,
+            "seed": settings.run.seed,
+            "device": device,
+            "on_nonfinite": settings.data.on_nonfinite,
             "dtype": torch.bfloat16 if precision == "bf16" else torch.float32,
             "with_last_hidden": with_last_hidden,
-        }  # fmt: skip
+        }
         self.inputs = InputPipeline(data, buckets, **shared)
         self.eval_inputs = InputPipeline(eval_data, buckets, **shared) if eval_data is not None else None
         if eval_data is not None:
-            self.eval_plan = BatchPlan(eval_data.lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed)
+            self.eval_plan = BatchPlan(
+                eval_data.lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed
+            )
         self.engine = Engine(
-            config, frozen_target(settings, data), buckets, self.inputs.inputs, device=device, objective=settings.objective,
-            optimizer=settings.optimizer, precision=precision, attention=settings.model.attention,
+            config,
+            frozen_target(settings, data),
+            buckets,
+            self.inputs.inputs,
+            device=device,
+            objective=settings.objective,
+            optimizer=settings.optimizer,
+            precision=precision,
+            attention=settings.model.attention,
             chunk_rows=settings.model.head_chunk or 2048,
             eval_inputs=self.eval_inputs.inputs if self.eval_inputs is not None else None,
-        )  # fmt: skip
+        )
         self.engine.params.load_(initial_weights(settings, config))
         self._say_plan(device, precision)
         self.reports = self.engine.build()
@@ -84,11 +96,16 @@ class TrainingRun:
             start = load_checkpoint(saved[-1], self.engine)
             self._say(f"going on from {saved[-1].name}")
         self.total_steps = count_steps(
-            self.batch_plan, start=start, epochs=settings.run.epochs, accumulation=settings.run.accumulation,
+            self.batch_plan,
+            start=start,
+            epochs=settings.run.epochs,
+            accumulation=settings.run.accumulation,
             max_steps=settings.run.max_steps,
-        )  # fmt: skip
+        )
         o = settings.optimizer
-        self.schedule = Schedule(o.schedule, o.lr, self.total_steps, int(o.warmup_ratio * self.total_steps), o.min_lr_ratio)
+        self.schedule = Schedule(
+            o.schedule, o.lr, self.total_steps, int(o.warmup_ratio * self.total_steps), o.min_lr_ratio
+        )
         self.start, self.progress = start, Progress(start)
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "settings.toml").write_text(settings.to_toml())
@@ -107,14 +124,21 @@ class TrainingRun:
     def steps(self) -> Iterator[tuple[Batch, ...]]:
         """The batches of each step that is left; the loader runs ahead over the same ones."""
         arguments: dict[str, Any] = {
-            "start": self.start, "total_steps": self.total_steps, "accumulation": self.settings.run.accumulation,
-        }  # fmt: skip
+            "start": self.start,
+            "total_steps": self.total_steps,
+            "accumulation": self.settings.run.accumulation,
+        }
         self.inputs.start(batch for step in training_steps(self.batch_plan, **arguments) for batch in step)
         return training_steps(self.batch_plan, **arguments)
 
-    def count(self, batch: Batch) -> None:
-        """For the table of buckets."""
-        self.counts[batch.bucket].add(batch)
+    def arrivals(self, batches: tuple[Batch, ...]) -> Iterator[Batch]:
+        """The step's batches, each as it stands in the static inputs: its bytes came over while the step before ran, and one
+        device copy puts them in place."""
+        for expected in batches:
+            batch = self.inputs.next()
+            assert batch == expected, f"the loader delivered {batch}, the loop is at {expected}"
+            self.counts[batch.bucket].add(batch)
+            yield batch
 
     def due(self, every: int) -> bool:
         """Whether something done every so many steps is due now; 0 is never, the end does everything anyway."""
@@ -163,7 +187,9 @@ class TrainingRun:
         self.evaluate()
         self.save()
         save_drafter(self.folder / "drafter", self.engine.config, self.engine.params.state())
-        rows = bucket_rows(self.engine.buckets, self.counts, self.engine.executor.times.read(wait=True), self.engine.executor.how)
+        rows = bucket_rows(
+            self.engine.buckets, self.counts, self.engine.executor.times.read(wait=True), self.engine.executor.how
+        )
         print_bucket_table(rows, self.console)
         optimizer = self.engine.optimizer
         assert optimizer is not None
@@ -227,7 +253,9 @@ class TrainingRun:
         self._last = sums
         tokens_per_s = means["useful_tokens"] / max(1e-9, at_s - self._logged_s)
         self._logged_s = at_s
-        self.log_file.write(head | means | {"grad_norm": grad_norm, "skipped_steps": skipped, "tokens_per_s": tokens_per_s})
+        self.log_file.write(
+            head | means | {"grad_norm": grad_norm, "skipped_steps": skipped, "tokens_per_s": tokens_per_s}
+        )
         bad = f", {int(skipped)} steps skipped" if skipped else ""
         self._say(
             f"step {head['step']}/{self.total_steps}: loss {means['loss']:.4f}, accuracy {means['accuracy']:.3f}, "

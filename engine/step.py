@@ -46,6 +46,8 @@ def forward_backward(parts: StepParts, batch: Mapping[str, Tensor], denominator:
 def forward_only(parts: StepParts, batch: Mapping[str, Tensor], metrics: Metrics) -> BlockSums:
     """Held-out loss and acceptance: no gradient is formed, no parameter touched."""
     hidden_BNKD = parts.drafter(batch)[:, :, 1:]
-    sums = block_loss(hidden_BNKD, batch, parts.head, parts.objective, parts.ops, gradient=False, chunk_rows=parts.chunk_rows)
+    sums = block_loss(
+        hidden_BNKD, batch, parts.head, parts.objective, parts.ops, gradient=False, chunk_rows=parts.chunk_rows
+    )
     metrics.add(sums, batch["row_lengths"], batch["input_ids"].numel())
     return sums

@@ -18,10 +18,8 @@ def train(settings: Settings, *, resume: bool = True) -> dict[str, Any]:
     with TrainingRun(settings, resume=resume) as run:
         engine = run.engine
         for batches in run.steps():
-            for _ in batches:
-                batch = run.inputs.next()  # its bytes came over while the step before ran; a device copy puts them in place
+            for batch in run.arrivals(batches):
                 engine.micro_step(batch.bucket)
-                run.count(batch)
             engine.update(run.schedule(run.progress.step))
             run.progress.took(batches)
 

@@ -19,9 +19,13 @@ def step_flop(config: DrafterConfig, bucket: Bucket) -> float:
     gradient), the frozen head 4 over slots 1..K-1; attention 14 H E a visible key (4 forward, 10 backward), with half of the
     context and the own block visible on average.
     """
-    D, HE, GE = config.hidden_size, config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    D, HE, GE = (
+        config.hidden_size,
+        config.num_attention_heads * config.head_dim,
+        config.num_key_value_heads * config.head_dim,
+    )
     layers = config.num_hidden_layers
-    per_draft = layers * 6 * (D * (2 * HE + 2 * GE) + 3 * D * config.intermediate_size)
+    per_draft: float = layers * 6 * (D * (2 * HE + 2 * GE) + 3 * D * config.intermediate_size)
     per_draft += 4 * D * config.vocab_size * (bucket.K - 1) / bucket.K
     per_context = 4 * config.num_taps * D * D + layers * 6 * D * 2 * GE
     keys = sum(min(bucket.S / 2, config.layer_window(i) or bucket.S) + bucket.K for i in range(layers))

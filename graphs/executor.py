@@ -143,10 +143,10 @@ class GraphExecutor:
 
     def _capture(self, name: str) -> None:
         graph = torch.cuda.CUDAGraph()
-        with self._explained(name, "capturing"), _no_garbage_collection():
-            # thread_local: the loader thread may pin and copy meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
-                self._steps[name]()
+        # thread_local: the loader thread may pin and copy meanwhile.
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local")
+        with self._explained(name, "capturing"), _no_garbage_collection(), capture:
+            self._steps[name]()
         self._graphs[name] = graph
 
     @contextmanager

@@ -41,6 +41,4 @@ class Counters:
         return Counters(allocations, int(counters["stats"].get("unique_graphs", 0)))
 
     def __sub__(self, earlier: Counters) -> Counters:
-        return Counters(
-            self.device_allocations - earlier.device_allocations, self.compilations - earlier.compilations
-        )
+        return Counters(self.device_allocations - earlier.device_allocations, self.compilations - earlier.compilations)

@@ -135,7 +135,9 @@ def make_step(
     """A drafter in fp32 with random weights; its loss is CE with decay unless given."""
     params = ParamArena(config, CPU, dtype=torch.float32, grad_dtype=torch.float32)
     params.load_(random_weights(config))
-    return step_with(config, params, target, loss or objective(), max_positions=max_positions, ops=ops, chunk_rows=chunk_rows)
+    return step_with(
+        config, params, target, loss or objective(), max_positions=max_positions, ops=ops, chunk_rows=chunk_rows
+    )
 
 
 def random_weights(config: DrafterConfig, seed: int = 0) -> dict[str, Tensor]:

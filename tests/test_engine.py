@@ -108,8 +108,9 @@ def test_gradients_bear_the_names_of_a_checkpoint() -> None:
     of_layer = [
         f"{name}.weight"
         for name in (
-            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm",
-            "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm",
+            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+            "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+            "input_layernorm", "post_attention_layernorm",
         )
     ]  # fmt: skip
     expected = {"fc.weight", "hidden_norm.weight", "norm.weight"}

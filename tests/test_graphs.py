@@ -1,11 +1,8 @@
 """Named steps on the CPU, the comparison of two runs, and the counters that prove a steady state."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from graphs import executor as executor_module
 from graphs.executor import CallExecutor, CaptureError, GraphExecutor, make_executor
 from graphs.guards import Counters, host_sync_is_an_error
 from graphs.parity import Difference, worst_difference
@@ -130,8 +127,7 @@ def test_the_sync_detector_does_nothing_without_a_device(monkeypatch: pytest.Mon
 @pytest.fixture
 def graphs_of_a_small_card(monkeypatch: pytest.MonkeyPatch) -> GraphExecutor:
     """A GraphExecutor of which only the explaining of errors is used: there may be no device."""
-    info = SimpleNamespace(mem_get_info=lambda device: (3 * 2**29, 8 * 2**30), OutOfMemoryError=torch.OutOfMemoryError)
-    monkeypatch.setattr(executor_module.torch, "cuda", info)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**29, 8 * 2**30))
     executor = GraphExecutor.__new__(GraphExecutor)
     executor.device = torch.device("cuda")
     return executor

@@ -45,7 +45,7 @@ def written_out(
                 continue
             counts["blocks"] += 1
             anchor = int(batch["anchor_positions"][b, n])
-            slots = []
+            slots: list[tuple[Tensor, Tensor, bool] | None] = []
             for k in range(1, K):
                 at = anchor + k
                 if at >= int(batch["row_lengths"][b]) or not batch["loss_mask"][b, at]:
@@ -97,7 +97,9 @@ def some_batch() -> tuple[dict[str, Tensor], Tensor, Tensor]:
     return batch, hidden, head
 
 
-def loss_of(hidden: Tensor, batch: dict[str, Tensor], head: TargetHead, loss: Objective, chunk_rows: int = 7) -> BlockSums:
+def loss_of(
+    hidden: Tensor, batch: dict[str, Tensor], head: TargetHead, loss: Objective, chunk_rows: int = 7
+) -> BlockSums:
     return block_loss(hidden, batch, head, loss, reference_ops(), gradient=True, chunk_rows=chunk_rows)
 
 
@@ -250,9 +252,7 @@ def test_a_batch_without_supervision_is_a_defined_step(weighting: str, positions
     step = small_step(weighting)
     samples = [random_sample(step.config, 32, seed, only_at(32, *positions)) for seed in range(2)]
     batch = make_batch(step.config, Bucket(B=2, S=32, N=16, K=4, tile=32), samples)
-    optimizer = AdamW(
-        step.params, reference_ops(), beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0
-    )
+    optimizer = AdamW(step.params, reference_ops(), beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
     optimizer.lr.fill_(1e-3)
     before = step.params.weight.clone()
     found = step.outcome(batch)

@@ -13,7 +13,9 @@ _BLOCK = 2048
 
 
 @triton.jit
-def _update(weight_ptr, grad_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, scalars_ptr, num_decayed, size, BLOCK: tl.constexpr):
+def _update(
+    weight_ptr, grad_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, scalars_ptr, num_decayed, size, BLOCK: tl.constexpr
+):
     lr = tl.load(scalars_ptr)
     weight_decay = tl.load(scalars_ptr + 1)
     beta1 = tl.load(scalars_ptr + 2)
@@ -22,12 +24,12 @@ def _update(weight_ptr, grad_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, scala
     scale = tl.load(scalars_ptr + 5)
     bias1 = tl.load(scalars_ptr + 6)
     bias2_sqrt = tl.load(scalars_ptr + 7)
-    ok = tl.load(scalars_ptr + 8) > 0
+    end = tl.where(tl.load(scalars_ptr + 8) > 0, size, 0)  # of what a step that is not ok leaves alone
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     grad = tl.load(grad_ptr + at, inside, 0.0)
     tl.store(grad_ptr + at, tl.zeros([BLOCK], grad_ptr.dtype.element_ty), inside)
-    touched = inside & ok
+    touched = at < end
     grad = grad.to(tl.float32) * scale
     master = tl.load(master_ptr + at, touched, 0.0)
     exp_avg = tl.load(exp_avg_ptr + at, touched, 0.0)
@@ -46,6 +48,14 @@ def adamw(arenas: AdamWArenas, scalars: Tensor) -> None:
     """Same contract as adamw_ref: scalars is fp32 [9] on the device, in the order of adamw_arenas.SCALARS."""
     size = arenas.master.numel()
     _update[(triton.cdiv(size, _BLOCK),)](
-        arenas.weight, arenas.grad, arenas.master, arenas.exp_avg, arenas.exp_avg_sq, scalars, arenas.num_decayed, size,
-        BLOCK=_BLOCK, num_warps=8,
-    )  # fmt: skip
+        arenas.weight,
+        arenas.grad,
+        arenas.master,
+        arenas.exp_avg,
+        arenas.exp_avg_sq,
+        scalars,
+        arenas.num_decayed,
+        size,
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )

@@ -22,7 +22,9 @@ def tiles(mask: DraftMask, S: int, *, window: int | None, tile: int = TILE) -> t
     B, N = mask.anchor_positions.shape
     K, Q, device = mask.block_size, N * mask.block_size, mask.anchor_positions.device
     if S % tile or Q % tile:
-        raise ValueError(f"flex attention needs S and Q as multiples of its tile {tile}, found S = {S}, Q = {Q}; pad the bucket")
+        raise ValueError(
+            f"flex attention needs S and Q as multiples of its tile {tile}, found S = {S}, Q = {Q}; pad the bucket"
+        )
     low, high = (bound.reshape(B, Q // tile, tile) for bound in mask.bounds(window))
     first = torch.arange(0, S, tile, device=device)
     full_context = (low.amax(-1, keepdim=True) <= first) & (high.amin(-1, keepdim=True) >= first + tile)
@@ -52,15 +54,23 @@ def block_mask(mask: DraftMask, S: int, *, window: int | None, causal: bool, til
             own = own & (kv - S <= q)
         return context | own
 
-    ordered: list[Tensor] = []
+    counts, indices = [], []
     for dense in tiles(mask, S, window=window, tile=tile):
         dense = dense[:, None].int()
-        ordered += [dense.sum(-1, dtype=torch.int32), torch.argsort(dense, dim=-1, descending=True, stable=True).int()]
-    return BlockMask.from_kv_blocks(*ordered, BLOCK_SIZE=tile, mask_mod=mask_mod, seq_lengths=(Q, S + Q))
+        counts.append(dense.sum(-1, dtype=torch.int32))
+        indices.append(torch.argsort(dense, dim=-1, descending=True, stable=True).int())
+    return BlockMask.from_kv_blocks(
+        counts[0], indices[0], counts[1], indices[1], BLOCK_SIZE=tile, mask_mod=mask_mod, seq_lengths=(Q, S + Q)
+    )
 
 
 def attention_flex(
-    q_BQHE: Tensor, k_context_BSGE: Tensor, v_context_BSGE: Tensor, k_draft_BQGE: Tensor, v_draft_BQGE: Tensor, tiles: BlockMask
+    q_BQHE: Tensor,
+    k_context_BSGE: Tensor,
+    v_context_BSGE: Tensor,
+    k_draft_BQGE: Tensor,
+    v_draft_BQGE: Tensor,
+    tiles: BlockMask,
 ) -> Tensor:
     """Compiled flex_attention under a BlockMask of `block_mask`. Same tensors as attention_ref; returns o [B, Q, H, E]."""
     k = torch.cat([k_context_BSGE, k_draft_BQGE], dim=1).transpose(1, 2)

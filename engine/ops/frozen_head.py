@@ -16,9 +16,21 @@ _BLOCK_V = 4096
 
 @triton.jit
 def _row_loss(
-    logits_ptr, label_ptr, teacher_ptr, teacher_row_ptr, ce_weight_ptr, kl_weight_ptr, ce_ptr, kl_ptr, correct_ptr, V,
-    HAS_TEACHER: tl.constexpr, GATHER: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    label_ptr,
+    teacher_ptr,
+    teacher_row_ptr,
+    ce_weight_ptr,
+    kl_weight_ptr,
+    ce_ptr,
+    kl_ptr,
+    correct_ptr,
+    V,
+    HAS_TEACHER: tl.constexpr,
+    GATHER: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * V
     label = tl.load(label_ptr + row)
@@ -76,9 +88,16 @@ def _row_loss(
 
 
 def frozen_head(
-    h_RD: Tensor, head_VD: Tensor, labels_R: Tensor, *, ce_weight: Tensor, kl_weight: Tensor,
-    teacher: Teacher | None = None, gradient: bool = True, chunk_rows: int = 4096,
-) -> RowLoss:  # fmt: skip
+    h_RD: Tensor,
+    head_VD: Tensor,
+    labels_R: Tensor,
+    *,
+    ce_weight: Tensor,
+    kl_weight: Tensor,
+    teacher: Teacher | None = None,
+    gradient: bool = True,
+    chunk_rows: int = 4096,
+) -> RowLoss:
     """Same contract as frozen_head_ref: h [R, D], head [V, D], labels int32 or int64 [R]; 0-D fp32 weights on the device.
 
     Teacher logits are formed once for whichever are fewer: the teacher's own rows (kept for the whole call) or the draft
@@ -104,9 +123,22 @@ def frozen_head(
             if not whole:
                 torch.mm(teacher.hidden[teacher_row], head_VD.t(), out=teacher_logits[: len(logits)])
         _row_loss[(len(logits),)](
-            logits, labels_R[rows], teacher_logits, teacher_row, ce_weight, kl_weight, ce[rows], kl[rows], correct[rows], V,
-            HAS_TEACHER=teacher is not None, GATHER=whole, GRADIENT=gradient, BLOCK=_BLOCK_V, num_warps=8,
-        )  # fmt: skip
+            logits,
+            labels_R[rows],
+            teacher_logits,
+            teacher_row,
+            ce_weight,
+            kl_weight,
+            ce[rows],
+            kl[rows],
+            correct[rows],
+            V,
+            HAS_TEACHER=teacher is not None,
+            GATHER=whole,
+            GRADIENT=gradient,
+            BLOCK=_BLOCK_V,
+            num_warps=8,
+        )
         if dh is not None:
             torch.mm(logits, head_VD, out=dh[rows])
     return RowLoss(ce, kl, correct.bool(), dh)

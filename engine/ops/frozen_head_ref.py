@@ -15,9 +15,16 @@ from engine.ops.row_loss import RowLoss, Teacher
 
 
 def frozen_head_ref(
-    h_RD: Tensor, head_VD: Tensor, labels_R: Tensor, *, ce_weight: Tensor, kl_weight: Tensor,
-    teacher: Teacher | None = None, gradient: bool = True, chunk_rows: int = 4096,
-) -> RowLoss:  # fmt: skip
+    h_RD: Tensor,
+    head_VD: Tensor,
+    labels_R: Tensor,
+    *,
+    ce_weight: Tensor,
+    kl_weight: Tensor,
+    teacher: Teacher | None = None,
+    gradient: bool = True,
+    chunk_rows: int = 4096,
+) -> RowLoss:
     """h [R, D], head [V, D], labels int32 or int64 [R] in [0, V); the two weights are 0-D tensors on h's device.
 
     Logits exist for chunk_rows rows at a time.

@@ -23,9 +23,23 @@ def _weights(q_weight_ptr, k_weight_ptr, head, column, H, G, ok):
 
 @triton.jit(do_not_specialize=["R"])
 def _forward(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, position_ptr, q_ptr, k_ptr, v_ptr, R, eps,
-    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    R,
+    eps,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    E: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     c = tl.arange(0, HALF)[None]
@@ -58,10 +72,25 @@ def _forward(
 
 @triton.jit(do_not_specialize=["R", "rows_per_program"])
 def _backward(
-    dq_ptr, dk_ptr, dv_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, position_ptr, dweight_ptr,
-    R, rows_per_program, eps,
-    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    dweight_ptr,
+    R,
+    rows_per_program,
+    eps,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    E: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
     program = tl.program_id(0)
     head = tl.arange(0, HEADS)[:, None]
     c = tl.arange(0, HALF)[None]
@@ -117,12 +146,29 @@ def _backward(
 class _QKVRope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, qkv: Tensor, q_value: Tensor, q_grad: Tensor, k_value: Tensor, k_grad: Tensor,
-        cos: Tensor, sin: Tensor, positions: Tensor, H: int, G: int, E: int, eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx,
+        qkv: Tensor,
+        q_value: Tensor,
+        q_grad: Tensor,
+        k_value: Tensor,
+        k_grad: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        H: int,
+        G: int,
+        E: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         R = qkv.shape[0]
         q, k, v = (qkv.new_empty(R, heads, E) for heads in (H, G, G))
-        sizes = {"H": H, "G": G, "E": E, "HEADS": triton.next_power_of_2(H + 2 * G), "HALF": triton.next_power_of_2(E // 2)}
+        sizes = {
+            "H": H,
+            "G": G,
+            "E": E,
+            "HEADS": triton.next_power_of_2(H + 2 * G),
+            "HALF": triton.next_power_of_2(E // 2),
+        }
         _forward[(R,)](qkv, q_value, k_value, cos, sin, positions, q, k, v, R, eps, **sizes, num_warps=_warps(sizes))
         ctx.save_for_backward(qkv, q_value, k_value, cos, sin, positions)
         ctx.sizes, ctx.eps, ctx.q_grad, ctx.k_grad = sizes, eps, q_grad, k_grad
@@ -137,9 +183,22 @@ class _QKVRope(torch.autograd.Function):
         partial = torch.empty(programs, 2, E, device=qkv.device, dtype=torch.float32)
         # In place: qkv came fresh out of a matmul that did not save its output, and this is its only reader.
         _backward[(programs,)](
-            dq.contiguous(), dk.contiguous(), dv.contiguous(), qkv, q_value, k_value, cos, sin, positions, partial,
-            R, rows_per_program, ctx.eps, **sizes, num_warps=_warps(sizes),
-        )  # fmt: skip
+            dq.contiguous(),
+            dk.contiguous(),
+            dv.contiguous(),
+            qkv,
+            q_value,
+            k_value,
+            cos,
+            sin,
+            positions,
+            partial,
+            R,
+            rows_per_program,
+            ctx.eps,
+            **sizes,
+            num_warps=_warps(sizes),
+        )
         dq_weight, dk_weight = partial.sum(0)
         if sizes["H"]:
             ctx.q_grad.add_(dq_weight)
@@ -152,14 +211,33 @@ def _warps(sizes: dict[str, int]) -> int:
 
 
 def qkv_rope(
-    qkv_RF: Tensor, q_norm: Weight, k_norm: Weight, cos_PE: Tensor, sin_PE: Tensor, positions_R: Tensor,
-    *, num_heads: int, num_kv_heads: int, head_dim: int, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv_RF: Tensor,
+    q_norm: Weight,
+    k_norm: Weight,
+    cos_PE: Tensor,
+    sin_PE: Tensor,
+    positions_R: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """qkv [R, (H + 2G) E] -> q [R, H, E], k [R, G, E], v [R, G, E]; H = 0 for the context. See qkv_rope_ref.py.
 
     Takes qkv over: the backward pass writes qkv's gradient into its memory.
     """
     return _QKVRope.apply(
-        qkv_RF, q_norm.value, q_norm.grad, k_norm.value, k_norm.grad, cos_PE, sin_PE, positions_R,
-        num_heads, num_kv_heads, head_dim, eps,
-    )  # fmt: skip
+        qkv_RF,
+        q_norm.value,
+        q_norm.grad,
+        k_norm.value,
+        k_norm.grad,
+        cos_PE,
+        sin_PE,
+        positions_R,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        eps,
+    )

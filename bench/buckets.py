@@ -1,0 +1,212 @@
+"""`dflash-engine bench buckets`: every bucket's step, eager against replay in one run, for a dataset or a named workload.
+
+Before a speed is shown the replay must equal the eager step bit for bit, and the timed replays must allocate and compile
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.matmuls import bare_matmul_graph
+from bench.timing import host_ms, matmul_tflops, median_ms, provenance, write_result
+from bench.workloads import WORKLOADS, RandomInputs
+from buffers.batching import BatchPlan
+from buffers.dataset import Dataset
+from buffers.shapes import Bucket
+from buffers.staging import InputPipeline
+from engine.assemble import (
+    drafter_config,
+    frozen_target,
+    initial_weights,
+    make_plan,
+    needs_last_hidden,
+    resolve_device,
+    resolve_precision,
+)
+from engine.engine import Engine
+from engine.settings import Settings
+from engine.work import step_flop
+from graphs.executor import BuildReport
+from graphs.guards import Counters
+
+
+def run(
+    data: Path | None, settings: Settings, *, workloads: Sequence[str], repeats: int, out: Path | None
+) -> dict[str, Any]:
+    """Measures and prints; returns (and writes to `out`) one record a bucket with where it was measured.
+
+    Raises ValueError when a replay differs from its eager step, or allocates or compiles.
+    """
+    device = resolve_device(settings.run.device)
+    ceiling = matmul_tflops(device) if device.type == "cuda" else None
+    rows: list[dict[str, Any]] = []
+    if data is not None:
+        rows += _dataset(data, settings, device, repeats)
+    for name in workloads:
+        rows.append(_workload(name, settings, device, repeats))
+    figures = {"where": provenance(), "matmul_tflops": ceiling, "buckets": rows}
+    _print(figures)
+    write_result(figures, out)
+    return figures
+
+
+def _workload(name: str, settings: Settings, device: torch.device, repeats: int) -> dict[str, Any]:
+    workload, dtype = WORKLOADS[name], torch.bfloat16 if device.type == "cuda" else torch.float32
+    config, bucket, chunk_rows = workload.config(), workload.bucket, settings.model.head_chunk or 2048
+    inputs = RandomInputs(config, [bucket], device, dtype)
+    engine = Engine(
+        config,
+        workload.target(device, dtype),
+        [bucket],
+        inputs,
+        device=device,
+        objective=settings.objective,
+        optimizer=None,
+        precision="bf16" if dtype == torch.bfloat16 else "fp32",
+        attention=settings.model.attention,
+        chunk_rows=chunk_rows,
+    )
+    engine.params.draw_(settings.run.seed)
+    (report,) = engine.build()
+    row = {"workload": name, **_measure(engine, bucket, report, partial(inputs.fill, bucket), repeats)}
+    engine.close()
+    del engine, inputs
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        row["bare_matmuls_ms"] = median_ms(
+            bare_matmul_graph(config, bucket, device, chunk_rows), device, repeats=repeats
+        )
+        row["over_bare_matmuls"] = row["replay_ms"] / row["bare_matmuls_ms"]
+        torch.cuda.empty_cache()
+    return row
+
+
+def _dataset(data: Path, settings: Settings, device: torch.device, repeats: int) -> list[dict[str, Any]]:
+    dataset = Dataset(data)
+    precision = resolve_precision(settings.run.precision, device)
+    config = drafter_config(settings, dataset.info)
+    plan = make_plan(settings, dataset, config, device)
+    batches = BatchPlan(dataset.lengths, plan.buckets, too_long=settings.data.too_long, seed=settings.run.seed).epoch(0)
+    first = {batch.bucket: batch for batch in reversed(batches)}
+    rows = []
+    with InputPipeline(
+        dataset,
+        plan.buckets,
+        seed=settings.run.seed,
+        device=device,
+        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        on_nonfinite=settings.data.on_nonfinite,
+        with_last_hidden=needs_last_hidden(settings, dataset),
+    ) as inputs:
+        engine = Engine(
+            config,
+            frozen_target(settings, dataset),
+            plan.buckets,
+            inputs.inputs,
+            device=device,
+            objective=settings.objective,
+            optimizer=None,
+            precision=precision,
+            attention=settings.model.attention,
+            chunk_rows=settings.model.head_chunk or 2048,
+        )
+        engine.params.load_(initial_weights(settings, config))
+        reports = {report.name: report for report in engine.build()}
+        for bucket in plan.buckets:
+            batch = first[bucket]
+            row = _measure(engine, bucket, reports[f"train {bucket.name}"], partial(inputs.load, batch), repeats)
+            useful = sum(row.stop - row.start for row in batch.rows)
+            rows.append(
+                row
+                | {
+                    "useful_tokens_per_s": useful / row["replay_ms"] * 1e3,
+                    "padding": 1 - useful / (bucket.B * bucket.S),
+                }
+            )
+        engine.close()
+    return rows
+
+
+def _measure(
+    engine: Engine, bucket: Bucket, report: BuildReport, fill: Callable[[], None], repeats: int
+) -> dict[str, Any]:
+    device, name = engine.device, f"train {bucket.name}"
+    held = torch.cuda.memory_reserved(device) / 2**30 if device.type == "cuda" else None
+    fill()
+    difference = engine.verify(bucket)
+    if difference is not None:
+        raise ValueError(
+            f"bucket {bucket.name}: the replay differs from the eager step in {difference.name} by {difference.relative:.1e}"
+        )
+    fill()
+    eager_ms = median_ms(lambda: engine.executor.call(name), device, repeats=max(3, repeats // 4))
+    before = Counters.read(device)
+    replay_ms = median_ms(lambda: engine.executor.run(name), device, repeats=repeats)
+    steady = Counters.read(device) - before
+    if steady.device_allocations or steady.compilations:
+        raise ValueError(
+            f"bucket {bucket.name}: expected no allocation and no compilation while replaying, found {steady}"
+        )
+    flop = step_flop(engine.config, bucket)
+    return {
+        "bucket": bucket.name,
+        "K": bucket.K,
+        "how": report.how,
+        "attention": engine.ops.name,
+        "equals_eager": True,
+        "replay_ms": replay_ms,
+        "eager_ms": eager_ms,
+        "replay_host_ms": host_ms(lambda: engine.executor.run(name), device, repeats=5),
+        "eager_host_ms": host_ms(lambda: engine.executor.call(name), device, repeats=3),
+        "tokens_per_s": bucket.B * bucket.S / replay_ms * 1e3,
+        "tflop": flop / 1e12,
+        "tflops": flop / replay_ms / 1e9,
+        "held_gib": held,
+        "device_allocations": steady.device_allocations,
+        "compilations": steady.compilations,
+        "warm_up_s": report.warm_up_s,
+        "capture_s": report.capture_s,
+    }
+
+
+def _print(figures: dict[str, Any]) -> None:
+    where = figures["where"]
+    ceiling = f", bf16 matmul {figures['matmul_tflops']:.0f} TFLOP/s" if figures["matmul_tflops"] else ""
+    table = Table(title=f"{where['gpu'] or 'CPU'}, torch {where['torch']}, {where['commit']}{ceiling}")
+    for column in (
+        "bucket",
+        "step",
+        "ms",
+        "eager ms",
+        "host ms",
+        "eager host",
+        "tokens/s",
+        "TFLOP/s",
+        "x matmuls",
+        "GiB",
+        "start s",
+    ):
+        table.add_column(column, justify="left" if column in ("bucket", "step") else "right")
+    for r in figures["buckets"]:
+        table.add_row(
+            f"{r.get('workload', '')} {r['bucket']}".strip(),
+            r["how"],
+            f"{r['replay_ms']:.2f}",
+            f"{r['eager_ms']:.2f}",
+            f"{r['replay_host_ms']:.2f}",
+            f"{r['eager_host_ms']:.2f}",
+            f"{r.get('useful_tokens_per_s', r['tokens_per_s']):,.0f}",
+            f"{r['tflops']:.1f}",
+            f"{r['over_bare_matmuls']:.2f}" if "over_bare_matmuls" in r else "-",
+            f"{r['held_gib']:.2f}" if r["held_gib"] is not None else "-",
+            f"{r['warm_up_s'] + r['capture_s']:.1f}",
+        )
+    Console(highlight=False).print(table)

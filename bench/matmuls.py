@@ -1,0 +1,59 @@
+"""A graph of a step's bare matmuls, on random data: what the step would take if all else were free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from buffers.shapes import Bucket
+from engine.drafter_config import DrafterConfig
+
+
+def step_matmuls(config: DrafterConfig, bucket: Bucket) -> list[tuple[int, int, int, int]]:
+    """(count, M, N, K) of every matmul of forward and backward over a batch; attention is not among them.
+
+    A trained weight [O, I] over R rows takes [R, O, I] forward, [R, I, O] for the input gradient, [O, I, R] for its own; fc
+    needs no input gradient, the frozen head over slots 1..K-1 no weight gradient.
+    """
+    D, E, layers = config.hidden_size, config.head_dim, config.num_hidden_layers
+    HE, GE, inter = config.num_attention_heads * E, config.num_key_value_heads * E, config.intermediate_size
+    draft, context, rows = bucket.B * bucket.Q, bucket.B * bucket.S, bucket.B * bucket.N * (bucket.K - 1)
+    shapes = []
+    for R, out, into in (
+        (draft, HE + 2 * GE, D),
+        (context, 2 * GE, D),
+        (draft, D, HE),
+        (draft, 2 * inter, D),
+        (draft, D, inter),
+    ):
+        shapes += [(layers, R, out, into), (layers, R, into, out), (layers, out, into, R)]
+    taps = config.num_taps * D
+    shapes += [(1, context, D, taps), (1, D, taps, context)]
+    return [*shapes, (1, rows, config.vocab_size, D), (1, rows, D, config.vocab_size)]
+
+
+def bare_matmul_graph(
+    config: DrafterConfig, bucket: Bucket, device: torch.device, chunk_rows: int
+) -> Callable[[], None]:
+    """Captures the matmuls of step_matmuls, the head's in chunks as the step runs them; returns the replay."""
+    work = []
+    for count, M, N, K in step_matmuls(config, bucket):
+        wide = max(M, N, K) == config.vocab_size
+        chunks = -(-M // chunk_rows) if wide else 1
+        rows = min(M, chunk_rows) if wide else M
+        a = torch.randn(rows, K, device=device, dtype=torch.bfloat16)
+        b = torch.randn(K, N, device=device, dtype=torch.bfloat16)
+        work.append((count * chunks, a, b, torch.empty(rows, N, device=device, dtype=torch.bfloat16)))
+
+    def run() -> None:
+        for count, a, b, out in work:
+            for _ in range(count):
+                torch.mm(a, b, out=out)
+
+    run()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay

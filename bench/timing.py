@@ -1,0 +1,93 @@
+"""Times of repeated device work, and what a result file must say about where it came from."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def median_ms(step: Callable[[], object], device: torch.device, *, repeats: int, warm_ups: int = 3) -> float:
+    """Median milliseconds of a call: between device events on CUDA, by the host's clock on the CPU."""
+    for _ in range(warm_ups):
+        step()
+    times = []
+    if device.type == "cuda":
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        torch.cuda.synchronize(device)
+        events[0].record()
+        for event in events[1:]:
+            step()
+            event.record()
+        torch.cuda.synchronize(device)
+        times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    else:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            step()
+            times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def host_ms(step: Callable[[], object], device: torch.device, *, repeats: int) -> float:
+    """Median milliseconds until a call returns, the device idle when it begins."""
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def matmul_tflops(device: torch.device, size: int = 8192) -> float:
+    """The ceiling: bf16 matmul of random square matrices, TFLOP/s."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / median_ms(lambda: a @ b, device, repeats=10) / 1e9
+
+
+def provenance() -> dict[str, Any]:
+    """GPU, versions, commit, command and time of a measurement."""
+    import triton
+
+    cuda = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "command": "dflash-engine " + " ".join(sys.argv[1:]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def write_result(figures: dict[str, Any], out: Path | None) -> None:
+    """Writes a result as JSON, if a file is wanted."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _commit() -> str:
+    """The commit of the checkout, "+changes" when it has uncommitted ones; unknown outside a checkout."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(("git", *arguments), cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
