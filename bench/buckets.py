@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from bench.matmuls import bare_matmul_graph
 from bench.timing import host_ms, matmul_tflops, median_ms, provenance, write_result
@@ -24,18 +22,21 @@ from buffers.shapes import Bucket
 from buffers.staging import InputPipeline
 from engine.assemble import (
     drafter_config,
+    engine_options,
     frozen_target,
     initial_weights,
     make_plan,
-    needs_last_hidden,
+    pipeline_options,
     resolve_device,
     resolve_precision,
 )
 from engine.engine import Engine
+from engine.reports import make_console, print_table
 from engine.settings import Settings
+from engine.settings_fields import SettingsError
 from engine.work import step_flop
 from graphs.executor import BuildReport
-from graphs.guards import Counters
+from graphs.guards import Counters, host_sync_is_an_error
 
 
 def run(
@@ -60,19 +61,20 @@ def run(
 
 def _workload(name: str, settings: Settings, device: torch.device, repeats: int) -> dict[str, Any]:
     workload, dtype = WORKLOADS[name], torch.bfloat16 if device.type == "cuda" else torch.float32
-    config, bucket, chunk_rows = workload.config(), workload.bucket, settings.model.head_chunk or 2048
+    config, bucket = workload.config(), workload.bucket
+    if settings.objective.kl_weight > 0:
+        raise SettingsError(
+            "objective.kl_weight: expected 0 for a named workload, which has no last_hidden; give DATA."
+        )
+    options = engine_options(settings, device, "bf16" if dtype == torch.bfloat16 else "fp32")
     inputs = RandomInputs(config, [bucket], device, dtype)
     engine = Engine(
         config,
         workload.target(device, dtype),
         [bucket],
         inputs,
-        device=device,
-        objective=settings.objective,
         optimizer=None,
-        precision="bf16" if dtype == torch.bfloat16 else "fp32",
-        attention=settings.model.attention,
-        chunk_rows=chunk_rows,
+        **options,
     )
     engine.params.draw_(settings.run.seed)
     (report,) = engine.build()
@@ -81,9 +83,8 @@ def _workload(name: str, settings: Settings, device: torch.device, repeats: int)
     del engine, inputs
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        row["bare_matmuls_ms"] = median_ms(
-            bare_matmul_graph(config, bucket, device, chunk_rows), device, repeats=repeats
-        )
+        matmuls = bare_matmul_graph(config, bucket, device, options["chunk_rows"])
+        row["bare_matmuls_ms"] = median_ms(matmuls, device, repeats=repeats)
         row["over_bare_matmuls"] = row["replay_ms"] / row["bare_matmuls_ms"]
         torch.cuda.empty_cache()
     return row
@@ -97,26 +98,14 @@ def _dataset(data: Path, settings: Settings, device: torch.device, repeats: int)
     batches = BatchPlan(dataset.lengths, plan.buckets, too_long=settings.data.too_long, seed=settings.run.seed).epoch(0)
     first = {batch.bucket: batch for batch in reversed(batches)}
     rows = []
-    with InputPipeline(
-        dataset,
-        plan.buckets,
-        seed=settings.run.seed,
-        device=device,
-        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
-        on_nonfinite=settings.data.on_nonfinite,
-        with_last_hidden=needs_last_hidden(settings, dataset),
-    ) as inputs:
+    with InputPipeline(dataset, plan.buckets, **pipeline_options(settings, dataset, device, precision)) as inputs:
         engine = Engine(
             config,
             frozen_target(settings, dataset),
             plan.buckets,
             inputs.inputs,
-            device=device,
-            objective=settings.objective,
             optimizer=None,
-            precision=precision,
-            attention=settings.model.attention,
-            chunk_rows=settings.model.head_chunk or 2048,
+            **engine_options(settings, device, precision),
         )
         engine.params.load_(initial_weights(settings, config))
         reports = {report.name: report for report in engine.build()}
@@ -144,12 +133,16 @@ def _measure(
     difference = engine.verify(bucket)
     if difference is not None:
         raise ValueError(
-            f"bucket {bucket.name}: the replay differs from the eager step in {difference.name} by {difference.relative:.1e}"
+            f"bucket {bucket.name}: the replay differs from the eager step in {difference.name} by {difference.relative:.1e} of "
+            "its largest value; no speed is shown"
         )
     fill()
     eager_ms = median_ms(lambda: engine.executor.call(name), device, repeats=max(3, repeats // 4))
     before = Counters.read(device)
     replay_ms = median_ms(lambda: engine.executor.run(name), device, repeats=repeats)
+    with host_sync_is_an_error():
+        for _ in range(3):
+            engine.executor.run(name)
     steady = Counters.read(device) - before
     if steady.device_allocations or steady.compilations:
         raise ValueError(
@@ -170,6 +163,7 @@ def _measure(
         "tflop": flop / 1e12,
         "tflops": flop / replay_ms / 1e9,
         "held_gib": held,
+        "host_syncs": 0,  # a sync would have raised above
         "device_allocations": steady.device_allocations,
         "compilations": steady.compilations,
         "warm_up_s": report.warm_up_s,
@@ -180,33 +174,36 @@ def _measure(
 def _print(figures: dict[str, Any]) -> None:
     where = figures["where"]
     ceiling = f", bf16 matmul {figures['matmul_tflops']:.0f} TFLOP/s" if figures["matmul_tflops"] else ""
-    table = Table(title=f"{where['gpu'] or 'CPU'}, torch {where['torch']}, {where['commit']}{ceiling}")
-    for column in (
-        "bucket",
-        "step",
-        "ms",
-        "eager ms",
-        "host ms",
-        "eager host",
-        "tokens/s",
-        "TFLOP/s",
-        "x matmuls",
-        "GiB",
-        "start s",
-    ):
-        table.add_column(column, justify="left" if column in ("bucket", "step") else "right")
-    for r in figures["buckets"]:
-        table.add_row(
-            f"{r.get('workload', '')} {r['bucket']}".strip(),
-            r["how"],
-            f"{r['replay_ms']:.2f}",
-            f"{r['eager_ms']:.2f}",
-            f"{r['replay_host_ms']:.2f}",
-            f"{r['eager_host_ms']:.2f}",
-            f"{r.get('useful_tokens_per_s', r['tokens_per_s']):,.0f}",
-            f"{r['tflops']:.1f}",
-            f"{r['over_bare_matmuls']:.2f}" if "over_bare_matmuls" in r else "-",
-            f"{r['held_gib']:.2f}" if r["held_gib"] is not None else "-",
-            f"{r['warm_up_s'] + r['capture_s']:.1f}",
-        )
-    Console(highlight=False).print(table)
+    print_table(
+        make_console(),
+        f"{where['gpu'] or 'CPU'}, torch {where['torch']}, {where['commit']}{ceiling}",
+        (
+            "bucket",
+            "step",
+            "ms",
+            "eager ms",
+            "host ms",
+            "eager host",
+            "tokens/s",
+            "TFLOP/s",
+            "x matmuls",
+            "GiB",
+            "start s",
+        ),
+        (
+            (
+                f"{r.get('workload', '')} {r['bucket']}".strip(),
+                r["how"],
+                f"{r['replay_ms']:.2f}",
+                f"{r['eager_ms']:.2f}",
+                f"{r['replay_host_ms']:.2f}",
+                f"{r['eager_host_ms']:.2f}",
+                f"{r.get('useful_tokens_per_s', r['tokens_per_s']):,.0f}",
+                f"{r['tflops']:.3g}",
+                f"{r['over_bare_matmuls']:.2f}" if "over_bare_matmuls" in r else "-",
+                f"{r['held_gib']:.2f}" if r["held_gib"] is not None else "-",
+                f"{r['warm_up_s'] + r['capture_s']:.1f}",
+            )
+            for r in figures["buckets"]
+        ),
+    )

@@ -54,13 +54,16 @@ def plan_buckets(
     max_rows: int = 64,
     tile: int = ATTENTION_TILE,
     too_long: Literal["skip", "truncate", "split"] = "skip",
+    edges: Sequence[int] = (),
 ) -> Plan:
     """Plan the buckets for samples of `lengths` int64[n] tokens with `eligible_counts` int64[n] eligible positions.
 
     `token_budget` bounds B * (S + N * K) of every bucket; `max_length` (rounded up to the tile; 0 for none) bounds S,
     and longer samples are left out of the count, cut or split as `too_long` says, just as `BatchPlan` will do with
-    the plan's buckets. Raises ValueError when there is nothing to plan for or when a bucket that is needed does not
-    fit the budget with one row; the message names the smallest budget, or the largest max_length, that works.
+    the plan's buckets. `edges` (rounded up to the tile) fixes the buckets' S instead of planning them, and with them the
+    longest sample; an edge that no sample needs gets no bucket. Raises ValueError when there is nothing to plan for or when
+    a bucket that is needed does not fit the budget with one row; the message names the smallest budget, or the largest
+    max_length, that works.
     """
     for name, value in (("max_buckets", max_buckets), ("token_budget", token_budget), ("max_rows", max_rows)):
         if value <= 0:
@@ -75,7 +78,10 @@ def plan_buckets(
         raise ValueError(
             "expected at least one sample to plan buckets for, found none. Point to a dataset that has some."
         )
+    fixed = np.unique([round_up(edge, tile) for edge in edges]).astype(np.int64)
     limit = round_up(max_length, tile) if max_length > 0 else max(int(lengths.max()), 1)
+    if len(fixed):
+        limit = int(fixed[-1])
     too_long_count = int((lengths > limit).sum())
     rows, eligible = _rows(lengths, eligible_counts, limit, too_long)
     if not len(rows):
@@ -84,12 +90,16 @@ def plan_buckets(
             f"{too_long_count} of them longer. Raise max_length, or set too_long to truncate or split."
         )
 
-    edges, place = np.unique(-(-rows // tile) * tile, return_inverse=True)
+    rounded = fixed[np.searchsorted(fixed, rows)] if len(fixed) else -(-rows // tile) * tile
+    used, place = np.unique(rounded, return_inverse=True)
     counts = np.bincount(place)
-    most_eligible = np.zeros(len(edges), dtype=np.int64)
+    most_eligible = np.zeros(len(used), dtype=np.int64)
     np.maximum.at(most_eligible, place, eligible)
 
-    runs = _Runs(edges, counts, most_eligible, num_anchors, K, token_budget, max_rows, tile, cost)
+    runs = _Runs(used, counts, most_eligible, num_anchors, K, token_budget, max_rows, tile, cost)
+    if len(fixed):
+        runs.costs[~np.eye(len(used), dtype=np.bool_)] = np.inf  # every edge is a bucket of its own
+        max_buckets = len(used)
     cuts = _cheapest_cuts(runs.costs, max_buckets)
     if cuts is None:
         raise ValueError(_does_not_fit(runs, max_buckets))

@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from buffers.dataset import Dataset, load_target_tensors
-from buffers.manifest import DatasetInfo
+from buffers.manifest import TARGET_FILE, DatasetInfo
 from buffers.planner import Plan, plan_buckets
-from buffers.shapes import ATTENTION_TILE, Bucket, anchors_for, round_up
 from engine.drafter_config import DrafterConfig, load_drafter_config
 from engine.engine import FrozenTarget
+from engine.export import load_drafter
 from engine.params import initial_parameters
 from engine.rope import rope_from_config
 from engine.settings import Settings
@@ -98,15 +96,10 @@ def refuse_unreproduced(target: dict[str, Any]) -> None:
         problems.append(f"model_type {model_type} scales its embedding")
     if target.get("final_logit_softcapping"):
         problems.append(f"final_logit_softcapping {target['final_logit_softcapping']}")
-    for key in (
-        "lm_head_bias",
-        "embedding_multiplier",
-        "logits_scaling",
-        "logit_scale",
-        "embedding_scale",
-        "scale_emb",
-    ):
-        if target.get(key) not in (None, False, 1, 1.0):
+    if target.get("lm_head_bias"):
+        problems.append("lm_head_bias")
+    for key in ("embedding_multiplier", "logits_scaling", "logit_scale", "embedding_scale", "scale_emb"):
+        if target.get(key) not in (None, 1):
             problems.append(f"{key} {target[key]}")
     if problems:
         raise ValueError(
@@ -115,9 +108,16 @@ def refuse_unreproduced(target: dict[str, Any]) -> None:
 
 
 def frozen_target(settings: Settings, dataset: Dataset) -> FrozenTarget:
-    """Embedding, head and norm from data.target or the dataset's own target.safetensors; shapes checked."""
+    """Embedding, head and norm from data.target or the dataset's own target.safetensors; shapes checked. Raises ValueError,
+    for a target whose embedding or head is not a plain matrix too."""
     info = dataset.info
+    refuse_unreproduced(text_config(info.target_config))
     where = settings.data.target or str(dataset.path)
+    if not settings.data.target and not (dataset.path / TARGET_FILE).is_file():
+        raise ValueError(
+            f"expected the target's embedding, head and norm in {dataset.path / TARGET_FILE}, found no such file; set "
+            "data.target to the folder of the target's checkpoint"
+        )
     tensors = load_target_tensors(where)
     embed, head, norm = (tensors[f"{name}.weight"] for name in ("embed_tokens", "lm_head", "norm"))
     for name, tensor, expected in (
@@ -145,74 +145,60 @@ def needs_last_hidden(settings: Settings, dataset: Dataset) -> bool:
     return needed
 
 
+def pipeline_options(settings: Settings, dataset: Dataset, device: torch.device, precision: str) -> dict[str, Any]:
+    """What InputPipeline takes by keyword. Raises SettingsError as needs_last_hidden does."""
+    return {
+        "seed": settings.run.seed,
+        "device": device,
+        "dtype": torch.bfloat16 if precision == "bf16" else torch.float32,
+        "on_nonfinite": settings.data.on_nonfinite,
+        "with_last_hidden": needs_last_hidden(settings, dataset),
+    }
+
+
+def engine_options(settings: Settings, device: torch.device, precision: str) -> dict[str, Any]:
+    """What Engine takes by keyword from the settings, whatever it is built for."""
+    return {
+        "device": device,
+        "objective": settings.objective,
+        "precision": precision,
+        "attention": settings.model.attention,
+        "chunk_rows": settings.model.head_chunk or 2048,
+    }
+
+
 def initial_weights(settings: Settings, config: DrafterConfig) -> dict[str, torch.Tensor]:
-    """The tensors of model.init, or new ones."""
+    """The tensors of model.init, or new ones. Raises ValueError when model.init is damaged."""
     if not settings.model.init:
         return initial_parameters(config, settings.run.seed, settings.model.initializer_range)
-    file = Path(settings.model.init) / "model.safetensors"
-    if not file.is_file():
-        raise ValueError(f"model.init: expected {file}, found no such file; give a drafter's folder")
-    return load_file(file)
+    return load_drafter(Path(settings.model.init))[1]
 
 
 def make_plan(settings: Settings, dataset: Dataset, config: DrafterConfig, device: torch.device) -> Plan:
     """The buckets for a dataset: planned, or the fixed lengths of the settings with N and B by the same rules."""
     b = settings.buckets
-    shared = {
-        "num_anchors": b.num_anchors,
-        "K": config.block_size,
-        "token_budget": b.token_budget,
-        "max_rows": b.max_rows,
-    }
-    cost = planning_cost(config, device.type)
-    if not b.lengths:
-        return plan_buckets(
-            dataset.lengths,
-            dataset.eligible_counts,
-            max_buckets=b.max_buckets,
-            max_length=b.max_length,
-            cost=cost,
-            too_long=settings.data.too_long,
-            **shared,
-        )
-    return _fixed_plan(settings, dataset, config)
-
-
-def _fixed_plan(settings: Settings, dataset: Dataset, config: DrafterConfig) -> Plan:
-    b = settings.buckets
-    buckets, samples, batches, useful = [], [], [], []
-    edges = [round_up(length, ATTENTION_TILE) for length in b.lengths]
-    lengths = np.minimum(dataset.lengths, edges[-1]) if settings.data.too_long != "skip" else dataset.lengths
-    lower = 0
-    for S in edges:
-        inside = (lengths > lower) & (lengths <= S)
-        lower = S
-        most = int(dataset.eligible_counts[inside].max(initial=1))
-        N = anchors_for(min(most, S), b.num_anchors, config.block_size, ATTENTION_TILE)
-        per_row = S + N * config.block_size
-        rows = min(b.max_rows, b.token_budget // per_row)
-        if not rows:
-            raise ValueError(
-                f"buckets.token_budget: a row of {S} tokens with {N} anchors takes {per_row}, the budget is {b.token_budget}; "
-                f"raise it to {per_row} or lower buckets.num_anchors"
-            )
-        count = int(inside.sum())
-        bucket = Bucket(B=max(1, min(rows, count)), S=S, N=N, K=config.block_size)
-        buckets.append(bucket)
-        samples.append(count)
-        batches.append(-(-count // bucket.B))
-        useful.append(int(lengths[inside].sum()))
-    too_long = int((dataset.lengths > edges[-1]).sum())
-    zeros = tuple(0.0 for _ in buckets)
-    return Plan(tuple(buckets), 0.0, zeros, tuple(samples), tuple(batches), tuple(useful), too_long)
+    return plan_buckets(
+        dataset.lengths,
+        dataset.eligible_counts,
+        num_anchors=b.num_anchors,
+        K=config.block_size,
+        max_buckets=b.max_buckets,
+        token_budget=b.token_budget,
+        cost=planning_cost(config, device.type),
+        max_length=b.max_length,
+        max_rows=b.max_rows,
+        too_long=settings.data.too_long,
+        edges=b.lengths,
+    )
 
 
 def _needed(target: dict[str, Any], key: str) -> int:
     value = target.get(key)
     if not isinstance(value, int) or value <= 0:
+        # The drafter's own number of layers is another thing than the target's.
+        or_set = "" if key == "num_hidden_layers" else f", or set model.{key}"
         raise ValueError(
-            f"dataset.json: expected target_config to have {key}, found {value!r}; write the target's config.json there, or set "
-            f"model.{key}"
+            f"dataset.json: expected target_config to have {key}, found {value!r}; write the target's config.json there{or_set}"
         )
     return value
 

@@ -1,8 +1,8 @@
 """Training checkpoints: safetensors and JSON in a folder that appears whole or not at all.
 
 checkpoints/step-00000500/ holds training.safetensors (fp32 masters and moments by parameter name, the device's step count,
-metrics, the rows consumed in the epoch under way) and state.json (step, epoch, drafter config). best/ is a drafter in the
-servers' layout with best.json beside it.
+metrics, the rows consumed in the epoch under way) and state.json (step, epoch, the data's size, metrics as last logged, the
+drafter's config). best/ is a drafter in the servers' layout with best.json beside it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from engine.drafter_config import DrafterConfig
 from engine.engine import Engine
+from engine.metrics import MetricSums
 
 TRAINING_FILE, STATE_FILE, WEIGHTS_FILE, CONFIG_FILE = (
     "training.safetensors",
@@ -31,25 +33,46 @@ TRAINING_FILE, STATE_FILE, WEIGHTS_FILE, CONFIG_FILE = (
 
 
 @dataclass(frozen=True)
+class DataSize:
+    """What tells one dataset from another, and `longest`, the S of the largest bucket: split samples have pieces of it."""
+
+    num_samples: int
+    num_tokens: int
+    longest: int
+
+
+@dataclass(frozen=True)
 class Position:
-    """step: optimizer steps done. consumed: (sample id, piece) rows of `epoch` that those steps took."""
+    """Where a run is. step: optimizer steps done. consumed: (sample id, piece) rows of `epoch` that those steps took.
+    logged: the metrics' sums at the last line of metrics.jsonl, None before the first."""
 
     step: int
     epoch: int
     consumed: tuple[tuple[int, int], ...]
+    data: DataSize
+    logged: MetricSums | None = None
 
 
 def save_checkpoint(root: Path, engine: Engine, position: Position, *, keep: int) -> Path:
-    """Writes root/step-<step> and removes all but the newest `keep`. Waits for the device."""
+    """Writes root/step-<step> and removes all but the newest `keep`. Waits for the device. Raises OSError."""
     tensors = _training_tensors(engine)
     tensors["consumed"] = torch.tensor(position.consumed, dtype=torch.int64).reshape(-1, 2)
-    state = {"format_version": 1, "step": position.step, "epoch": position.epoch, "config": engine.config.to_json()}
+    state = {
+        "format_version": 1,
+        "step": position.step,
+        "epoch": position.epoch,
+        "data": asdict(position.data),
+        "logged": None if position.logged is None else asdict(position.logged),
+        "config": engine.config.to_json(),
+    }
     folder = root / f"step-{position.step:08d}"
 
     def write(into: Path) -> None:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, into / TRAINING_FILE)
+        _save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, into / TRAINING_FILE)
         (into / STATE_FILE).write_text(json.dumps(state, indent=1))
 
+    for unfinished in root.glob(".step-*"):
+        shutil.rmtree(unfinished)
     publish_folder(folder, write)
     for old in checkpoints(root)[:-keep]:
         shutil.rmtree(old)
@@ -65,37 +88,49 @@ def saved_config(folder: Path) -> DrafterConfig:
     """The drafter config of a training checkpoint. Raises ValueError when it is damaged."""
     try:
         return DrafterConfig.from_json(json.loads((folder / STATE_FILE).read_text())["config"])
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder}: expected a training checkpoint, found a damaged one ({error})") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(folder, error) from error
+
+
+def saved_weights(folder: Path) -> dict[str, Tensor]:
+    """The drafter's fp32 weights in a training checkpoint. Raises ValueError when it is damaged."""
+    prefix = "master."
+    found = _read_tensors(folder)
+    return {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+
+
+def check_config(folder: Path, config: DrafterConfig) -> None:
+    """Raises ValueError when a training checkpoint is damaged or was made for another drafter than `config`."""
+    saved, ours = saved_config(folder).to_json(), config.to_json()
+    changed = sorted(key for key in ours.keys() | saved.keys() if ours.get(key) != saved.get(key))
+    if changed:
+        key = changed[0]
+        raise ValueError(
+            f"{folder}: the checkpoint's drafter has {key} {saved.get(key)!r}, the settings ask for {ours.get(key)!r}; "
+            "set it back, or train into another run.output"
+        )
 
 
 def load_checkpoint(folder: Path, engine: Engine) -> Position:
     """Copies a checkpoint into the engine's arenas, addresses unchanged. Raises ValueError when it is damaged or was made
     for another drafter."""
+    check_config(folder, engine.config)
+    found = _read_tensors(folder)
     try:
         state = json.loads((folder / STATE_FILE).read_text())
-        with safe_open(folder / TRAINING_FILE, "pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
-        position = Position(int(state["step"]), int(state["epoch"]), tuple(map(tuple, found.pop("consumed").tolist())))
-        config = state["config"]
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ValueError(
-            f"{folder}: expected a training checkpoint, found a damaged one ({error}); remove it to go on"
-        ) from error
-    ours = engine.config.to_json()
-    changed = sorted(key for key in ours.keys() | config.keys() if ours.get(key) != config.get(key))
-    if changed:
-        key = changed[0]
-        raise ValueError(
-            f"{folder}: the checkpoint's drafter has {key} {config.get(key)!r}, the settings ask for {ours.get(key)!r}; "
-            "set it back, or train into another run.output"
+        position = Position(
+            int(state["step"]),
+            int(state["epoch"]),
+            tuple(map(tuple, found.pop("consumed").tolist())),
+            DataSize(**state["data"]),
+            None if state["logged"] is None else MetricSums(**state["logged"]),
         )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(folder, error) from error
     expected = _training_tensors(engine)
     wrong = [name for name in expected if name not in found or found[name].shape != expected[name].shape]
     if wrong:
-        raise ValueError(
-            f"{folder}: expected the tensor {wrong[0]} of shape {tuple(expected[wrong[0]].shape)}; it is damaged"
-        )
+        raise _damaged(folder, f"no {wrong[0]} of shape {tuple(expected[wrong[0]].shape)}")
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(found[name])
@@ -104,21 +139,23 @@ def load_checkpoint(folder: Path, engine: Engine) -> Position:
 
 
 def save_drafter(
-    folder: Path, config: DrafterConfig, weights: dict[str, Tensor], extra: dict[str, Any] | None = None
+    folder: Path, config: DrafterConfig, weights: dict[str, Tensor], beside: dict[str, Any] | None = None
 ) -> None:
-    """A drafter as servers load it: config.json and model.safetensors in bf16 under z-lab's names. Replaces `folder`."""
+    """A drafter as servers load it: config.json and model.safetensors in bf16 under z-lab's names. Replaces `folder` and
+    all in it. beside: file name -> what it holds as JSON. Raises OSError."""
 
     def write(into: Path) -> None:
-        tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in weights.items()}
-        save_file(tensors, into / WEIGHTS_FILE, metadata={"format": "pt"})
-        (into / CONFIG_FILE).write_text(json.dumps(config.to_json(), indent=2) + "\n")
-        if extra is not None:
-            (into / "best.json").write_text(json.dumps(extra, indent=1) + "\n")
+        # To the host first: a conversion on the device would allocate there, in the middle of training.
+        tensors = {name: tensor.detach().cpu().to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
+        _save(tensors, into / WEIGHTS_FILE)
+        (into / CONFIG_FILE).write_text(json.dumps(config.to_json() | {"dtype": "bfloat16"}, indent=2) + "\n")
+        for name, content in (beside or {}).items():
+            (into / name).write_text(json.dumps(content, indent=1) + "\n")
 
     publish_folder(folder, write)
 
 
-def publish_folder(folder: Path, write: Any) -> None:
+def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """write(temporary folder), flush to disk, then rename: whoever looks finds the old content or the new, never a part."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.writing")
@@ -149,6 +186,26 @@ def _training_tensors(engine: Engine) -> dict[str, Tensor]:
         "metrics.sums": engine.metrics.sums,
         "metrics.slots": engine.metrics.slots,
     }
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # A full disk, for one: what a user can mend, as other failures to write are.
+        raise OSError(f"could not write {file}: {error}") from error
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(folder / TRAINING_FILE, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
+    except (OSError, SafetensorError) as error:
+        raise _damaged(folder, error) from error
+
+
+def _damaged(folder: Path, found: object) -> ValueError:
+    return ValueError(f"{folder}: expected a training checkpoint, found a damaged one ({found}); remove it to go on")
 
 
 def _flush(path: Path) -> None:

@@ -127,8 +127,8 @@ def require_data(settings: Settings) -> None:
 def export(source: Path, out: Path, as_json: bool) -> None:
     """Write a trained drafter to the folder OUT as vLLM, SGLang and llama.cpp load it.
 
-    RUN_OR_CHECKPOINT is a run's folder (its best checkpoint is taken, or its last if none was evaluated) or one
-    checkpoint's. OUT gets config.json and model.safetensors in bf16, and must not hold a drafter yet.
+    RUN_OR_CHECKPOINT is a run's folder (its best drafter is taken, or its last checkpoint if none was evaluated), one
+    checkpoint's or a drafter's. OUT, a new or empty folder, gets config.json and model.safetensors in bf16.
     """
     from engine.export import export_drafter
 
@@ -180,8 +180,8 @@ def data_inspect(path: Path, verify: bool, as_json: bool) -> None:
 def run(group: click.Group, args: Sequence[str] | None = None) -> int:
     """Runs a command line (None: the process's own) and returns its exit code.
 
-    Errors that a user can mend (ValueError, OSError, MemoryError and what is derived from them) become one line on
-    stderr. Anything else is a fault of ours and keeps its traceback.
+    Errors that a user can mend (ValueError, OSError, MemoryError and what is derived from them, a failed capture, a full
+    GPU) become one line on stderr. Anything else is a fault of ours and keeps its traceback.
     """
     traceback = False
     try:
@@ -192,19 +192,42 @@ def run(group: click.Group, args: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as end:
         return end.exit_code
     except click.ClickException as error:
-        error.show()
+        used = error.ctx if isinstance(error, click.UsageError) else None
+        hint = f" See `{used.command_path} --help`." if used is not None else ""
+        click.echo(f"error: {_one_line(error.format_message())}{hint}", err=True)
         return error.exit_code
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
-    except (ValueError, OSError, MemoryError) as error:
-        if traceback:
+    except Exception as error:
+        message = _message(error)
+        if traceback or message is None:
             raise
-        click.echo(f"error: {_one_line(error)}", err=True)
+        click.echo(f"error: {_one_line(message) or type(error).__name__}", err=True)
         return EXIT_USAGE if isinstance(error, SettingsError) else EXIT_FAILED
 
 
-def _one_line(error: BaseException) -> str:
+def _message(error: Exception) -> str | None:
+    """What to tell about an error that a user can mend; None for a fault of ours."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}."
-    return " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, ValueError | OSError | MemoryError):
+        return str(error)
+    if isinstance(error, RuntimeError):
+        # Whoever raised these has loaded torch already.
+        from torch import OutOfMemoryError
+
+        from graphs.executor import CaptureError
+
+        if isinstance(error, CaptureError):
+            return str(error)
+        if isinstance(error, OutOfMemoryError):
+            return (
+                f"{str(error).splitlines()[0]} Lower buckets.token_budget, buckets.num_anchors or model.head_chunk, or free "
+                "memory that other processes hold."
+            )
+    return None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

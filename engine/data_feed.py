@@ -3,9 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from buffers.batching import Batch, BatchPlan
-from engine.checkpoint import Position
+from buffers.dataset import Dataset
+from engine.checkpoint import DataSize, Position
+from engine.metrics import MetricSums
+
+
+def beginning(dataset: Dataset, plan: BatchPlan) -> Position:
+    """Where a new run starts."""
+    return Position(0, 0, (), DataSize(len(dataset), int(dataset.lengths.sum()), plan.buckets[-1].S))
+
+
+def carried_over(saved: Position, dataset: Dataset, plan: BatchPlan, too_long: str) -> Position:
+    """A checkpoint's position under today's plan.
+
+    Pieces of split samples are counted in the largest bucket's S. Under another one, a sample of which a piece was taken
+    counts as taken whole: no token is served twice in the epoch. Raises ValueError when the checkpoint saw other data.
+    """
+    ours = beginning(dataset, plan).data
+    if replace(saved.data, longest=ours.longest) != ours:
+        raise ValueError(
+            f"data.path: {dataset.path} has {ours.num_samples} samples with {ours.num_tokens} tokens, the checkpoint was trained "
+            f"on {saved.data.num_samples} with {saved.data.num_tokens}; point it back, or train into another run.output"
+        )
+    if too_long != "split" or saved.data.longest == ours.longest:
+        return replace(saved, data=ours)
+    pieces = {sample: -(-int(dataset.lengths[sample]) // ours.longest) for sample, _ in saved.consumed}
+    whole = tuple((sample, piece) for sample, count in pieces.items() for piece in range(count))
+    return replace(saved, data=ours, consumed=whole)
 
 
 def training_steps(
@@ -30,7 +57,7 @@ def count_steps(plan: BatchPlan, *, start: Position, epochs: int, accumulation: 
     left = len(plan.epoch(start.epoch, set(start.consumed) or None)) if start.epoch < epochs else 0
     whole = sum(-(-rows // bucket.B) for rows, bucket in zip(plan.row_counts, plan.buckets, strict=True))
     steps = start.step + -(-left // accumulation) + max(0, epochs - start.epoch - 1) * -(-whole // accumulation)
-    return min(steps, max_steps) if max_steps else steps
+    return max(start.step, min(steps, max_steps)) if max_steps else steps
 
 
 class Progress:
@@ -38,6 +65,7 @@ class Progress:
 
     def __init__(self, start: Position) -> None:
         self.step, self.epoch = start.step, start.epoch
+        self._start = start
         self._consumed = list(start.consumed)
 
     def took(self, batches: tuple[Batch, ...]) -> None:
@@ -48,6 +76,6 @@ class Progress:
         for batch in batches:
             self._consumed += batch.keys
 
-    def position(self) -> Position:
+    def position(self, logged: MetricSums) -> Position:
         """For a checkpoint after the steps so far."""
-        return Position(self.step, self.epoch, tuple(self._consumed))
+        return replace(self._start, step=self.step, epoch=self.epoch, consumed=tuple(self._consumed), logged=logged)

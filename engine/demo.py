@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +32,6 @@ from engine.settings import (
     BucketsSettings,
     DataSettings,
     ModelSettings,
-    ObjectiveSettings,
     OptimizerSettings,
     RunSettings,
     Settings,
@@ -39,26 +41,27 @@ from engine.train import train
 
 EMBEDDED_TARGET = Path(__file__).parent / "embedded"
 NUM_TAPS = 3
-PROMPT_TOKENS, NEW_TOKENS, HELD_OUT_PROMPTS = 192, 128, 12
-DATASET_TOKENS, EVAL_TOKENS = 160_000, 12_000
+STEPS = 500
+CHUNK_TOKENS = 384
+DATASET_TOKENS, HELD_OUT_TOKENS = 100_000, 8_000
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 192, 96
 
 
 def demo_settings(out: Path, *, steps: int, seed: int, device: str) -> Settings:
     """A drafter of two layers and blocks of 8, sized for two CPU cores and a minute or two."""
     return Settings(
-        model=ModelSettings(num_hidden_layers=2, block_size=8),
+        model=ModelSettings(num_hidden_layers=2, block_size=8, initializer_range=0.06),
         data=DataSettings(path=str(out / "data"), eval_path=str(out / "held-out-data")),
-        buckets=BucketsSettings(max_buckets=4, token_budget=8192, num_anchors=64),
-        objective=ObjectiveSettings(),
+        buckets=BucketsSettings(max_buckets=4, token_budget=4096, num_anchors=64),
         optimizer=OptimizerSettings(lr=3e-3),
         run=RunSettings(
             output=str(out / "run"),
-            max_steps=steps,
-            epochs=4,
+            max_steps=steps or STEPS,
+            epochs=1000,
             seed=seed,
             device=cast(Any, device),
-            log_every=10,
-            eval_every=100,
+            log_every=20,
+            eval_every=125,
             save_every=0,
         ),
     )
@@ -78,7 +81,7 @@ def run_demo(out: Path, *, steps: int, seed: int, device: str) -> dict[str, Any]
     target = load_target(EMBEDDED_TARGET, torch_device, torch.float32)
     taps = default_target_layer_ids(target.config.num_hidden_layers, NUM_TAPS)
     console.print(f"1/4 hidden states of the embedded target over Python's library, after layers {list(taps)}")
-    for folder, split, tokens in (("data", "train", DATASET_TOKENS), ("held-out-data", "heldout", EVAL_TOKENS)):
+    for folder, split, tokens in (("data", "train", DATASET_TOKENS), ("held-out-data", "heldout", HELD_OUT_TOKENS)):
         info = extract_corpus(
             target,
             corpus_files(split),
@@ -96,10 +99,11 @@ def run_demo(out: Path, *, steps: int, seed: int, device: str) -> dict[str, Any]
     figures = train(settings)
     config, weights = load_drafter(out / "run" / "best")
 
-    console.print(f"3/4 speculative decoding of {HELD_OUT_PROMPTS} held-out files, {NEW_TOKENS} tokens each")
+    console.print(f"3/4 speculative decoding of {PROMPTS} held-out files, {NEW_TOKENS} tokens each")
     untrained = initial_parameters(config, seed, settings.model.initializer_range)
-    before = decode_held_out(config, untrained, target)
-    after = decode_held_out(config, weights, target)
+    texts = held_out_texts(target)
+    before = decode_held_out(config, untrained, target, texts)
+    after = decode_held_out(config, weights, target, texts)
     console.print(
         f"    accepted tokens per verification: {before['tokens_per_verification']:.2f} before training, "
         f"{after['tokens_per_verification']:.2f} after; {after['differing_tokens']} tokens differ from the target's own text, "
@@ -130,8 +134,27 @@ def run_demo(out: Path, *, steps: int, seed: int, device: str) -> dict[str, Any]
     }
 
 
-def decode_held_out(config: DrafterConfig, weights: Mapping[str, Tensor], target: Target) -> dict[str, Any]:
-    """Continues the beginnings of held-out files greedily, with drafts and without, and compares the two texts.
+@dataclass(frozen=True)
+class HeldOutText:
+    """The beginning of a file that neither model has seen, and how the target itself continues it greedily."""
+
+    prompt: Tensor
+    own: list[int]
+
+
+def held_out_texts(target: Target) -> list[HeldOutText]:
+    """Beginnings of held-out files that are long enough, spread over the list, with the target's own continuations."""
+    files = [text for text in read_documents(corpus_files("heldout")) if len(text) > 2 * PROMPT_TOKENS]
+    stride = max(1, len(files) // PROMPTS)
+    prompts = [encode_document(text)[:PROMPT_TOKENS] for text in files[::stride][:PROMPTS]]
+    with _one_thread():
+        return [HeldOutText(prompt, greedy_generate(target, prompt, NEW_TOKENS)) for prompt in prompts]
+
+
+def decode_held_out(
+    config: DrafterConfig, weights: Mapping[str, Tensor], target: Target, texts: Sequence[HeldOutText]
+) -> dict[str, Any]:
+    """Continues the texts by speculative decoding and compares with the target's own continuation.
 
     differing_tokens counts tokens that differ before any near tie of the target's two best logits: it should be 0. Tokens
     after a near tie are not compared: there, another order of summation may choose another text.
@@ -139,13 +162,13 @@ def decode_held_out(config: DrafterConfig, weights: Mapping[str, Tensor], target
     drafter = drafter_for(config, weights, target)
     accepted: list[int] = []
     differing = ties = 0
-    for prompt in held_out_prompts():
-        decoded = speculative_generate(target, drafter, prompt, NEW_TOKENS)
-        own = greedy_generate(target, prompt, NEW_TOKENS)
-        until = decoded.near_ties[0] if decoded.near_ties else NEW_TOKENS
+    for text in texts:
+        with _one_thread():
+            decoded = speculative_generate(target, drafter, text.prompt, NEW_TOKENS)
+        until = decoded.near_ties[0] if decoded.near_ties else max(len(text.own), len(decoded.tokens))
+        pairs = zip_longest(decoded.tokens[:until], text.own[:until])
+        differing += sum(found != own for found, own in pairs)
         ties += len(decoded.near_ties)
-        pairs = zip(decoded.tokens[:until], own[:until], strict=False)
-        differing += sum(a != b for a, b in pairs) + (not decoded.near_ties and len(own) != len(decoded.tokens))
         accepted += decoded.accept_lengths
     return {
         "tokens_per_verification": statistics.fmean(accepted),
@@ -155,8 +178,12 @@ def decode_held_out(config: DrafterConfig, weights: Mapping[str, Tensor], target
     }
 
 
-def held_out_prompts() -> list[Tensor]:
-    """The first tokens of held-out files that are long enough, spread over the list."""
-    texts = [text for text in read_documents(corpus_files("heldout")) if len(text) > 2 * PROMPT_TOKENS]
-    stride = max(1, len(texts) // HELD_OUT_PROMPTS)
-    return [encode_document(text)[:PROMPT_TOKENS] for text in texts[::stride][:HELD_OUT_PROMPTS]]
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    # Batches of one token are too small to share: threads that wait for each other take longer than one alone.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -172,7 +172,11 @@ def load_drafter_config(directory: str | Path) -> DrafterConfig:
             f"drafter config: expected the file {path}, found none. Pass a folder with config.json and "
             "model.safetensors."
         )
-    return DrafterConfig.from_json(json.loads(path.read_text(encoding="utf-8")))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"drafter config: expected JSON in {path}, found {error}. Copy the file again.") from error
+    return DrafterConfig.from_json(config)
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:

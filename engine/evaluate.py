@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from buffers.batching import BatchPlan
 from buffers.dataset import Dataset
 from buffers.staging import InputPipeline
-from engine.assemble import frozen_target, make_plan, needs_last_hidden, resolve_device, resolve_precision
-from engine.demo import EMBEDDED_TARGET, decode_held_out
+from engine.assemble import (
+    engine_options,
+    frozen_target,
+    make_plan,
+    pipeline_options,
+    resolve_device,
+    resolve_precision,
+)
+from engine.decode import drafter_for
+from engine.demo import EMBEDDED_TARGET, decode_held_out, held_out_texts
 from engine.engine import Engine
 from engine.export import load_drafter
+from engine.reports import make_console
 from engine.settings import Settings
 from engine.target import load_target
 
@@ -35,47 +44,47 @@ def evaluate_drafter(drafter: Path, data: Path, settings: Settings, *, decode: b
                 f"{drafter} has {name} {ours}, {data} has {theirs}; evaluate on the hidden states of its own target"
             )
     device = resolve_device(settings.run.device)
+    if decode:
+        embedded = load_target(EMBEDDED_TARGET, device, torch.float32)
+        drafter_for(config, weights, embedded)  # refuses a drafter of another target before the work begins
     precision = resolve_precision(settings.run.precision, device)
-    plan = make_plan(settings, dataset, config, device)
-    batches = BatchPlan(dataset.lengths, plan.buckets, too_long=settings.data.too_long, seed=settings.run.seed).epoch(0)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    with InputPipeline(
-        dataset,
-        plan.buckets,
-        seed=settings.run.seed,
-        device=device,
-        dtype=dtype,
-        on_nonfinite=settings.data.on_nonfinite,
-        with_last_hidden=needs_last_hidden(settings, dataset),
-    ) as inputs:
+    target = frozen_target(settings, dataset)
+    buckets = make_plan(settings, dataset, config, device).buckets
+    batch_plan = BatchPlan(dataset.lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed)
+    batches = batch_plan.epoch(0)[: settings.run.eval_batches or None]
+    with ExitStack() as parts:
+        pipeline = InputPipeline(dataset, buckets, **pipeline_options(settings, dataset, device, precision))
+        inputs = parts.enter_context(pipeline)
         engine = Engine(
             config,
-            frozen_target(settings, dataset),
-            plan.buckets,
+            target,
+            buckets,
             inputs.inputs,
-            device=device,
-            objective=settings.objective,
             optimizer=None,
-            precision=precision,
-            attention=settings.model.attention,
-            chunk_rows=settings.model.head_chunk or 2048,
             eval_inputs=inputs.inputs,
             training=False,
+            **engine_options(settings, device, precision),
         )
+        parts.callback(engine.close)
         engine.params.load_(weights)
         engine.build()
-        inputs.start(batches[: settings.run.eval_batches or None])
+        inputs.start(batches)
         while (batch := inputs.next()) is not None:
             engine.eval_step(batch.bucket)
         means = engine.eval_metrics.snapshot().read().means()
-        engine.close()
     figures = {
         key: means[key] for key in ("loss", "accuracy", "accuracy_per_slot", "accept_len", "tokens_per_verification")
     }
-    figures |= {"samples": sum(len(batch.rows) for batch in batches), "how": engine.executor.how}
+    evaluated = {row.sample_id for batch in batches for row in batch.rows} - set(inputs.skipped)
+    figures |= {
+        "samples": len(evaluated),
+        "skipped_samples": sorted(inputs.skipped),
+        "too_long_samples": len(batch_plan.too_long),
+        "how": engine.executor.how,
+    }
     if decode:
-        figures["decoding"] = decode_held_out(config, weights, load_target(EMBEDDED_TARGET, device, torch.float32))
-    console = Console(highlight=False)
+        figures["decoding"] = decode_held_out(config, weights, embedded, held_out_texts(embedded))
+    console = make_console()
     for name, value in figures.items():
-        console.print(f"{name:26} {value}", markup=False)
+        console.print(f"{name:26} {value}", markup=False, soft_wrap=True)
     return figures

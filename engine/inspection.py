@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from buffers.dataset import Dataset
+from engine.reports import make_console
 
 
 def inspect_dataset(path: Path, *, verify: bool) -> dict[str, Any]:
@@ -30,11 +30,11 @@ def inspect_dataset(path: Path, *, verify: bool) -> dict[str, Any]:
         "mask_token_id": info.mask_token_id,
         "last_hidden_norm": info.last_hidden_norm,
         "length_min_median_p90_p99_max": quantiles,
-        "supervised_positions": int(dataset.eligible_counts.sum()),
-        "without_supervision": int((dataset.eligible_counts == 0).sum()),
+        "anchor_positions": int(dataset.eligible_counts.sum()),
+        "samples_without_anchor": int((dataset.eligible_counts == 0).sum()),
         "verified": verify,
     }
-    console = Console(highlight=False)
+    console = make_console()
     for name, value in figures.items():
-        console.print(f"{name:32} {value}", markup=False)
+        console.print(f"{name:32} {value}", markup=False, soft_wrap=True)
     return figures

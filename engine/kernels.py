@@ -31,7 +31,7 @@ class Ops:
 
     name: str
     linear: Callable[[Tensor, Weight], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor | None, Weight, float], tuple[Tensor, Tensor]]
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     qkv_rope: Callable[..., tuple[Tensor, Tensor, Tensor]]
     mlp: Callable[[Tensor, Weight, Weight], Tensor]
     frozen_head: Callable[..., RowLoss]
@@ -107,4 +107,4 @@ def select_ops(device: torch.device, attention: str = "auto") -> Ops:
                 f'attention = "{attention}" needs a CUDA device, found cpu; set model.attention = "auto" or run on a GPU'
             )
         return reference_ops()
-    return fused_ops("flex" if attention == "auto" else attention)
+    return fused_ops("triton" if attention == "auto" else attention)

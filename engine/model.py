@@ -39,7 +39,11 @@ class Drafter:
         self.cos_PE, self.sin_PE = angles.cos() * scaling, angles.sin() * scaling
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """batch: the tensors of buffers.batching.batch_specs. Returns the final-normed hidden states [B, N, K, D].
+        """batch: the tensors of buffers.batching.batch_specs. Returns the final-normed hidden states of the slots that
+        predict, 1..K-1: [B, N, K - 1, D].
+
+        Slot 0 holds the anchor, which is known: after the last attention nothing of it is needed. In the first layer all other
+        slots hold the same embedding, so they share one row of the projections.
 
         Writes zeros over whatever lies in the padding of batch["target_hidden"]: a weight gradient would take 0 * NaN in.
         """
@@ -57,11 +61,17 @@ class Drafter:
         context_positions = torch.where(padding_BS, 0, batch["position_ids"]).flatten()
         draft_positions = self._draft_positions(batch["position_ids"], mask)
         shape = {"num_kv_heads": G, "head_dim": E, "eps": config.rms_norm_eps}
-        stream, delta = self.embedding[self._draft_ids(batch["input_ids"], mask).flatten()], None
+        anchors_BN = self._anchor_ids(batch["input_ids"], mask)
+        stream, delta = self._draft_embeddings(anchors_BN), None
         for i, layer in enumerate(self.layers):
             norms = (layer["self_attn.q_norm"], layer["self_attn.k_norm"], self.cos_PE, self.sin_PE)
-            stream, x = ops.add_rms_norm(stream, delta, layer["input_layernorm"], config.rms_norm_eps)
-            q, k, v = ops.qkv_rope(ops.linear(x, layer["qkv"]), *norms, draft_positions, num_heads=H, **shape)
+            if i == 0:
+                ids = torch.cat([anchors_BN.flatten(), anchors_BN.new_full((1,), config.mask_token_id)])
+                _, x = ops.add_rms_norm(self.embedding[ids], None, layer["input_layernorm"], config.rms_norm_eps)
+            else:
+                stream, x = ops.add_rms_norm(stream, delta, layer["input_layernorm"], config.rms_norm_eps)
+            qkv, shared_slots = ops.linear(x, layer["qkv"]), K if i == 0 else 0
+            q, k, v = ops.qkv_rope(qkv, *norms, draft_positions, num_heads=H, shared_slots=shared_slots, **shape)
             _, k_context, v_context = ops.qkv_rope(
                 ops.linear(context, layer["kv"]), *norms, context_positions, num_heads=0, **shape
             )
@@ -70,10 +80,16 @@ class Drafter:
             )
             o = attends[i](q, k_context, v_context, k, v)
             delta = ops.linear(rearrange(o, "b q h e -> (b q) (h e)"), layer["self_attn.o_proj"])
-            stream, x = ops.add_rms_norm(stream, delta, layer["post_attention_layernorm"], config.rms_norm_eps)
+            stream, x = ops.add_rms_norm(
+                stream,
+                delta,
+                layer["post_attention_layernorm"],
+                config.rms_norm_eps,
+                drop_first_of=K if layer is self.layers[-1] else 0,
+            )
             delta = ops.mlp(x, layer["gate_up"], layer["mlp.down_proj"])
         _, x = ops.add_rms_norm(stream, delta, self.norm, config.rms_norm_eps)
-        return rearrange(x, "(b n k) d -> b n k d", b=B, n=N)
+        return rearrange(x, "(b n slots) d -> b n slots d", b=B, n=N)
 
     def _attends(self, mask: DraftMask, S: int) -> list[Attend]:
         """One attention a layer; layers of one kind share it, so its mask is built once a step."""
@@ -81,12 +97,16 @@ class Drafter:
         made = {kind: self.ops.attention(mask, S, window=kind[0], causal=kind[1]) for kind in dict.fromkeys(kinds)}
         return [made[kind] for kind in kinds]
 
-    def _draft_ids(self, input_ids_BS: Tensor, mask: DraftMask) -> Tensor:
-        """x[a], then K - 1 mask tokens; an unused block is mask tokens only, whatever its row holds. int32 [B, N, K]."""
-        first = input_ids_BS.gather(1, mask.anchor_positions.long())
-        first = torch.where(mask.block_keep_mask > 0, first, self.config.mask_token_id)
-        slot = torch.arange(mask.block_size, device=first.device)
-        return torch.where(slot == 0, first[..., None], self.config.mask_token_id)
+    def _anchor_ids(self, input_ids_BS: Tensor, mask: DraftMask) -> Tensor:
+        """x[a] of every block; the mask token for an unused one, whatever its row holds. int32 [B, N]."""
+        ids = input_ids_BS.gather(1, mask.anchor_positions.long())
+        return torch.where(mask.block_keep_mask > 0, ids, self.config.mask_token_id)
+
+    def _draft_embeddings(self, anchors_BN: Tensor) -> Tensor:
+        """The embedding of x[a], then K - 1 times the mask token's, for every block. [B * N * K, D]."""
+        slot = torch.arange(self.config.block_size, device=anchors_BN.device)
+        ids = torch.where(slot == 0, anchors_BN[..., None], self.config.mask_token_id)
+        return self.embedding[ids.flatten()]
 
     def _draft_positions(self, position_ids_BS: Tensor, mask: DraftMask) -> Tensor:
         """Position of the anchor in its document, plus the slot. int32 [B * N * K]."""

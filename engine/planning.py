@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from buffers.batching import BatchPlan
 from buffers.dataset import Dataset
 from buffers.planner import plan_table
 from engine.assemble import drafter_config, make_plan, resolve_device
+from engine.reports import make_console, print_table
 from engine.settings import Settings
 from engine.work import step_flop
 
@@ -26,34 +24,28 @@ def show_plan(data: Path, settings: Settings) -> dict[str, Any]:
         row._asdict() | {"tflop": step_flop(config, bucket) / 1e12}
         for row, bucket in zip(plan_table(plan), plan.buckets, strict=True)
     ]
-    table = Table(title=f"{data}: {len(dataset)} samples, {int(dataset.lengths.sum()):,} tokens")
-    for column in (
-        "bucket",
-        "rows B",
-        "tokens S",
-        "blocks N",
-        "samples",
-        "batches",
-        "padding",
-        "TFLOP/step",
-        "share of work",
-    ):
-        table.add_column(column, justify="left" if column == "bucket" else "right")
-    for r in rows:
-        table.add_row(
-            r["bucket"],
-            str(r["B"]),
-            str(r["S"]),
-            str(r["N"]),
-            str(r["samples"]),
-            str(r["batches"]),
-            f"{r['padding_fraction']:.1%}",
-            f"{r['tflop']:.4g}",
-            f"{r['cost_share']:.1%}",
-        )
-    console = Console(highlight=False)
-    console.print(table)
+    console = make_console()
+    print_table(
+        console,
+        f"{data}: {len(dataset)} samples, {int(dataset.lengths.sum()):,} tokens",
+        ("bucket", "rows B", "tokens S", "blocks N", "samples", "batches", "padding", "TFLOP/step", "share of work"),
+        (
+            (
+                r["bucket"],
+                str(r["B"]),
+                str(r["S"]),
+                str(r["N"]),
+                str(r["samples"]),
+                str(r["batches"]),
+                f"{r['padding_fraction']:.1%}",
+                f"{r['tflop']:.4g}",
+                f"{r['cost_share']:.1%}",
+            )
+            for r in rows
+        ),
+    )
     console.print(
-        f"padding of an epoch: {plan.padding_fraction:.1%}; too long ({settings.data.too_long}): {len(batch_plan.too_long)}"
+        f"padding of an epoch: {plan.padding_fraction:.1%}; too long ({settings.data.too_long}): {len(batch_plan.too_long)}",
+        soft_wrap=True,
     )
     return {"buckets": rows, "padding": plan.padding_fraction, "too_long": batch_plan.too_long}

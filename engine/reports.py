@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from buffers.batching import Batch
 from buffers.shapes import Bucket
 from graphs.timing import StepTime
+
+# A terminal folds what is too wide for it; rich would cut numbers off instead.
+_WIDTH = 200
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Where lines and tables for people go: as wide as they need, whatever the terminal's width."""
+    return Console(stderr=stderr, highlight=False, width=_WIDTH)
+
+
+def print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table whose first column is text and whose others are numbers or words, set to the right."""
+    table = Table(title=escape(title), box=SIMPLE_HEAD, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
 
 
 class MetricsLog:
@@ -21,7 +42,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         """Lines of steps after resume_step belong to work that will be done again: they are dropped."""
-        kept = []
+        self.kept: list[dict[str, Any]] = []
         if resume_step and path.is_file():
             for line in path.read_text().splitlines():
                 try:
@@ -29,14 +50,21 @@ class MetricsLog:
                 except json.JSONDecodeError:
                     continue  # the line that was being written when the run died
                 if record.get("step", 0) <= resume_step:
-                    kept.append(line)
-        self._file = path.open("w")
-        self._file.writelines(line + "\n" for line in kept)
-        self._file.flush()
+                    self.kept.append(record)
+        # The old lines stay until the new file is whole.
+        temporary = path.with_name(f".{path.name}.writing")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
+        temporary.replace(path)
+        self._file = path.open("a")
+
+    def last(self, key: str) -> dict[str, Any]:
+        """The last kept record that has `key`, {} without one."""
+        return next((record for record in reversed(self.kept) if key in record), {})
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends one record."""
-        self._file.write(json.dumps(record) + "\n")
+        """Appends one record. A number that is not finite becomes null: JSON has no word for it."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -83,17 +111,20 @@ def bucket_rows(
 
 def print_bucket_table(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
     """The rows of bucket_rows for people."""
-    table = Table(title="buckets (rows x tokens x blocks)")
-    for column in ("bucket", "batches", "useful tokens/s", "padding", "device ms", "host ms", "step"):
-        table.add_column(column, justify="left" if column in ("bucket", "step") else "right")
-    for r in rows:
-        table.add_row(
-            r["bucket"],
-            str(r["batches"]),
-            f"{r['useful_tokens_per_s']:,.0f}",
-            f"{r['padding']:.1%}",
-            f"{r['device_ms']:.2f}",
-            f"{r['host_ms']:.3f}",
-            r["how"],
-        )
-    console.print(table)
+    print_table(
+        console,
+        "buckets (rows x tokens x blocks)",
+        ("bucket", "step", "batches", "useful tokens/s", "padding", "device ms", "host ms"),
+        (
+            (
+                r["bucket"],
+                r["how"],
+                str(r["batches"]),
+                f"{r['useful_tokens_per_s']:,.0f}",
+                f"{r['padding']:.1%}",
+                f"{r['device_ms']:.2f}",
+                f"{r['host_ms']:.3f}",
+            )
+            for r in rows
+        ),
+    )

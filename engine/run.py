@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
-
-import torch
-from rich.console import Console
 
 from buffers.batching import Batch, BatchPlan
 from buffers.dataset import Dataset
@@ -21,20 +16,24 @@ from buffers.shapes import Bucket
 from buffers.staging import InputPipeline
 from engine.assemble import (
     drafter_config,
+    engine_options,
     frozen_target,
     initial_weights,
     make_plan,
-    needs_last_hidden,
+    pipeline_options,
     resolve_device,
     resolve_precision,
 )
-from engine.checkpoint import Position, checkpoints, load_checkpoint, save_checkpoint, save_drafter
-from engine.data_feed import Progress, count_steps, training_steps
+from engine.checkpoint import check_config, load_checkpoint, save_checkpoint, save_drafter
+from engine.data_feed import Progress, beginning, carried_over, count_steps, training_steps
 from engine.engine import Engine
+from engine.held_out import HeldOut, open_held_out
+from engine.interrupts import Interrupts
 from engine.optimizer import Schedule
-from engine.reports import BucketCount, MetricsLog, bucket_rows, print_bucket_table
+from engine.reports import BucketCount, MetricsLog, bucket_rows, make_console, print_bucket_table
+from engine.run_folder import prepare_output
+from engine.run_log import RunLog
 from engine.settings import Settings
-from engine.settings_fields import SettingsError
 from graphs.executor import CaptureError
 from graphs.guards import Counters
 
@@ -43,83 +42,24 @@ class TrainingRun:
     """Owns all parts of one run. Use as a context manager: graphs, threads and files are closed whatever happens."""
 
     def __init__(self, settings: Settings, *, resume: bool) -> None:
-        self.settings = settings
-        self.console = Console(stderr=True, highlight=False)
-        self.folder = Path(settings.run.output)
-        saved = checkpoints(self.folder / "checkpoints")
-        if saved and not resume:
-            raise SettingsError(
-                f"run.output: {self.folder} holds a run with checkpoints; leave out --no-resume to go on with it, or choose "
-                "another folder"
-            )
-        device = resolve_device(settings.run.device)
-        precision = resolve_precision(settings.run.precision, device)
-        data = Dataset(settings.data.path)
-        eval_data = Dataset(settings.data.eval_path) if settings.data.eval_path else None
-        with_last_hidden = all(needs_last_hidden(settings, d) for d in (data, eval_data) if d is not None)
-        config = drafter_config(settings, data.info)
-        self.plan = make_plan(settings, data, config, device)
-        buckets = self.plan.buckets
-        self.batch_plan = BatchPlan(data.lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed)
-        shared: dict[str, Any] = {
-            "seed": settings.run.seed,
-            "device": device,
-            "on_nonfinite": settings.data.on_nonfinite,
-            "dtype": torch.bfloat16 if precision == "bf16" else torch.float32,
-            "with_last_hidden": with_last_hidden,
-        }
-        self.inputs = InputPipeline(data, buckets, **shared)
-        self.eval_inputs = InputPipeline(eval_data, buckets, **shared) if eval_data is not None else None
-        if eval_data is not None:
-            self.eval_plan = BatchPlan(
-                eval_data.lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed
-            )
-        self.engine = Engine(
-            config,
-            frozen_target(settings, data),
-            buckets,
-            self.inputs.inputs,
-            device=device,
-            objective=settings.objective,
-            optimizer=settings.optimizer,
-            precision=precision,
-            attention=settings.model.attention,
-            chunk_rows=settings.model.head_chunk or 2048,
-            eval_inputs=self.eval_inputs.inputs if self.eval_inputs is not None else None,
-        )
-        self.engine.params.load_(initial_weights(settings, config))
-        self._say_plan(device, precision)
-        self.reports = self.engine.build()
-        self._verify()
-        start = Position(0, 0, ())
-        if saved:
-            start = load_checkpoint(saved[-1], self.engine)
-            self._say(f"going on from {saved[-1].name}")
-        self.total_steps = count_steps(
-            self.batch_plan,
-            start=start,
-            epochs=settings.run.epochs,
-            accumulation=settings.run.accumulation,
-            max_steps=settings.run.max_steps,
-        )
-        o = settings.optimizer
-        self.schedule = Schedule(
-            o.schedule, o.lr, self.total_steps, int(o.warmup_ratio * self.total_steps), o.min_lr_ratio
-        )
-        self.start, self.progress = start, Progress(start)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "settings.toml").write_text(settings.to_toml())
-        self.log_file = MetricsLog(self.folder / "metrics.jsonl", resume_step=start.step)
+        self.settings, self.folder = settings, Path(settings.run.output)
+        self.console = make_console(stderr=True)
+        self._began_s = time.perf_counter()
+        self._saved_step = -1
+        with ExitStack() as parts:
+            self._assemble(parts)
+            saved = prepare_output(self.folder, resume=resume)
+            if saved is not None:
+                check_config(saved, self.engine.config)
+            self._say_plan()
+            self.engine.build()
+            self._verify()
+            self._find_start(saved)
+            self._open_logs(parts, resumed=saved is not None)
+            self._parts = parts.pop_all()
         self.counts: dict[Bucket, BucketCount] = defaultdict(BucketCount)
-        self._last = self.engine.metrics.snapshot().read()
-        self._pending: dict[str, Any] | None = None
-        self._means: dict[str, Any] = {}
-        self._eval: dict[str, Any] = {}
-        self._best = self._best_so_far()
-        self._logged_s = self._began_s = time.perf_counter()
-        self._interrupted = False
-        self._handlers: dict[int, Any] = {}
-        self._counters = Counters.read(device)
+        self._interrupts = Interrupts()
+        self._counters = Counters.read(self.engine.device)
 
     def steps(self) -> Iterator[tuple[Batch, ...]]:
         """The batches of each step that is left; the loader runs ahead over the same ones."""
@@ -146,121 +86,139 @@ class TrainingRun:
 
     def log(self) -> None:
         """Asks for the metrics as they stand in the queue and writes those asked for before, which have arrived."""
-        self._write_pending()
-        optimizer = self.engine.optimizer
-        assert optimizer is not None
-        snapshot = self.engine.metrics.snapshot(optimizer.grad_norm, optimizer.skipped)
-        head = {"step": self.progress.step, "epoch": self.progress.epoch, "lr": self.schedule(self.progress.step - 1)}
-        self._pending = {"head": head, "snapshot": snapshot, "at_s": time.perf_counter()}
+        step = self.progress.step
+        self.run_log.ask(step=step, epoch=self.progress.epoch, lr=self.schedule(step - 1))
 
-    def evaluate(self) -> dict[str, Any]:
-        """Held-out loss and acceptance with fixed anchors; the best drafter so far, by accepted length, goes to best/."""
-        if self.eval_inputs is None:
-            return {}
-        self.engine.eval_metrics.zero_()
-        batches = self.eval_plan.epoch(0)
-        self.eval_inputs.start(batches[: self.settings.run.eval_batches or None])
-        while (batch := self.eval_inputs.next()) is not None:
-            self.engine.eval_step(batch.bucket)
-        means = self.engine.eval_metrics.snapshot().read().means()
-        self._eval = {f"eval_{key}": means[key] for key in ("loss", "accuracy", "accept_len", "accuracy_per_slot")}
-        self.log_file.write({"step": self.progress.step, **self._eval})
+    def evaluate(self) -> None:
+        """Held-out loss and acceptance, into metrics.jsonl; the best drafter so far goes to best/."""
+        if self.held_out is None:
+            return
+        self.run_log.write()  # the lines stand in the order of their steps
+        self._evaluation = record = self.held_out.evaluate(self.engine, self.progress.step)
+        self.metrics_file.write(record)
         self._say(
-            f"step {self.progress.step}: held-out loss {means['loss']:.4f}, accuracy {means['accuracy']:.3f}, "
-            f"accepted length {means['accept_len']:.3f}"
+            f"step {record['step']}: held-out loss {record['eval_loss']:.4f}, accuracy {record['eval_accuracy']:.3f}, "
+            f"accepted length {record['eval_accept_len']:.3f}"
         )
-        if self._best is None or means["accept_len"] > self._best:
-            self._best = means["accept_len"]
-            record = {"step": self.progress.step, **self._eval}
-            save_drafter(self.folder / "best", self.engine.config, self.engine.params.state(), record)
-        return self._eval
 
     def save(self) -> None:
-        """A checkpoint of everything."""
-        save_checkpoint(self.folder / "checkpoints", self.engine, self.progress.position(), keep=self.settings.run.keep)
+        """A checkpoint of everything, unless there is one of this step."""
+        if self.progress.step == self._saved_step:
+            return
+        self.run_log.write()  # a line that waits for its numbers would be lost with the process
+        position = self.progress.position(self.run_log.sums)
+        save_checkpoint(self.folder / "checkpoints", self.engine, position, keep=self.settings.run.keep)
+        self._saved_step = self.progress.step
+
+    def stop_if_interrupted(self) -> None:
+        """After a first Ctrl-C or SIGTERM: a checkpoint, then KeyboardInterrupt. A second one ends at once."""
+        if self._interrupts.seen:
+            self.save()
+            self._say(f"checkpoint of step {self.progress.step} saved: the same command goes on from it")
+            raise KeyboardInterrupt
 
     def finish(self) -> dict[str, Any]:
         """Evaluates, saves, writes the drafter, prints the table of buckets; returns the figures of the run."""
-        self.log()
-        self._write_pending()
-        counters = Counters.read(self.engine.device) - self._counters
-        self.evaluate()
+        engine, step = self.engine, self.progress.step
+        assert engine.optimizer is not None
+        if self.run_log.step < step:
+            self.log()
+        self.run_log.write()
+        counters = Counters.read(engine.device) - self._counters
+        if self._evaluation.get("step") != step:
+            self.evaluate()
         self.save()
-        save_drafter(self.folder / "drafter", self.engine.config, self.engine.params.state())
-        rows = bucket_rows(
-            self.engine.buckets, self.counts, self.engine.executor.times.read(wait=True), self.engine.executor.how
-        )
+        save_drafter(self.folder / "drafter", engine.config, engine.params.state())
+        rows = bucket_rows(engine.buckets, self.counts, engine.executor.times.read(wait=True), engine.executor.how)
         print_bucket_table(rows, self.console)
-        optimizer = self.engine.optimizer
-        assert optimizer is not None
+        skipped = sorted(set(self.inputs.skipped))
+        if skipped:
+            self._say(f"{len(skipped)} samples with NaN or infinity were left out: {_first_few(skipped)}")
         return {
-            "steps": self.progress.step,
+            "steps": step,
             "epoch": self.progress.epoch,
-            "final": self._means,
-            **self._eval,
+            "final": self.run_log.means,
+            **{key: value for key, value in self._evaluation.items() if key != "step"},
             "buckets": rows,
-            "skipped_steps": int(optimizer.skipped),
-            "skipped_samples": sorted(set(self.inputs.skipped)),
+            "skipped_steps": int(engine.optimizer.skipped),
+            "skipped_samples": skipped,
             "too_long_samples": len(self.batch_plan.too_long),
             "input_wait_ms": self.inputs.wait_ms,
             "seconds": time.perf_counter() - self._began_s,
             "device_allocations": counters.device_allocations,
             "compilations": counters.compilations,
-            "how": self.engine.executor.how,
+            "how": engine.executor.how,
             "drafter": str(self.folder / "drafter"),
         }
 
-    def stop_if_interrupted(self) -> None:
-        """After a first Ctrl-C or SIGTERM: a checkpoint, then KeyboardInterrupt. A second one ends at once."""
-        if self._interrupted:
-            self._write_pending()
-            self.save()
-            self._say(f"interrupted: checkpoint of step {self.progress.step} saved, the same command goes on from it")
-            raise KeyboardInterrupt
-
     def __enter__(self) -> Self:
-        # Only the main thread may set handlers; elsewhere whoever runs us handles interrupts.
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._handlers[number] = signal.signal(number, self._interrupt)
+        self._parts.enter_context(self._interrupts)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self.inputs.close()
-        if self.eval_inputs is not None:
-            self.eval_inputs.close()
-        self.engine.close()
-        self.log_file.close()
+        self._parts.close()
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._interrupted:
-            signal.signal(number, self._handlers[number])
-            raise KeyboardInterrupt
-        self._interrupted = True
+    def _assemble(self, parts: ExitStack) -> None:
+        """Data, plan, inputs and engine, from the cheapest check to the dearest."""
+        settings = self.settings
+        device = resolve_device(settings.run.device)
+        precision = resolve_precision(settings.run.precision, device)
+        data = self.data = Dataset(settings.data.path)
+        config = drafter_config(settings, data.info)
+        pipeline = pipeline_options(settings, data, device, precision)
+        held_out = open_held_out(settings, data)
+        target, weights = frozen_target(settings, data), initial_weights(settings, config)
+        buckets = make_plan(settings, data, config, device).buckets
+        self.batch_plan = BatchPlan(data.lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed)
+        self.inputs = parts.enter_context(InputPipeline(data, buckets, **pipeline))
+        self.held_out = None
+        if held_out is not None:
+            self.held_out = HeldOut(held_out, buckets, settings, folder=self.folder, pipeline=pipeline)
+            parts.enter_context(self.held_out.inputs)
+        self.engine = Engine(
+            config,
+            target,
+            buckets,
+            self.inputs.inputs,
+            optimizer=settings.optimizer,
+            eval_inputs=self.held_out.inputs.inputs if self.held_out is not None else None,
+            **engine_options(settings, device, precision),
+        )
+        parts.callback(self.engine.close)
+        self.engine.params.load_(weights)
 
-    def _write_pending(self) -> None:
-        if self._pending is None:
-            return
-        head, snapshot, at_s = (self._pending[key] for key in ("head", "snapshot", "at_s"))
-        self._pending = None
-        sums = snapshot.read()
-        grad_norm, skipped = snapshot.beside()
-        means = self._means = (sums - self._last).means()
-        self._last = sums
-        tokens_per_s = means["useful_tokens"] / max(1e-9, at_s - self._logged_s)
-        self._logged_s = at_s
-        self.log_file.write(
-            head | means | {"grad_norm": grad_norm, "skipped_steps": skipped, "tokens_per_s": tokens_per_s}
+    def _find_start(self, saved: Path | None) -> None:
+        """The step and place in the data to start from, the checkpoint's content with it, and how many steps there will be."""
+        run, o = self.settings.run, self.settings.optimizer
+        self.start = beginning(self.data, self.batch_plan)
+        if saved is not None:
+            position = load_checkpoint(saved, self.engine)
+            self.start = carried_over(position, self.data, self.batch_plan, self.settings.data.too_long)
+            self._saved_step = self.start.step
+            if self.held_out is not None:
+                self.held_out.go_on()
+            self._say(f"going on from {saved}")
+        self.progress: Progress = Progress(self.start)
+        self.total_steps = count_steps(
+            self.batch_plan,
+            start=self.start,
+            epochs=run.epochs,
+            accumulation=run.accumulation,
+            max_steps=run.max_steps,
         )
-        bad = f", {int(skipped)} steps skipped" if skipped else ""
-        self._say(
-            f"step {head['step']}/{self.total_steps}: loss {means['loss']:.4f}, accuracy {means['accuracy']:.3f}, "
-            f"accepted length {means['accept_len']:.3f}, {tokens_per_s:,.0f} tokens/s{bad}"
+        warmup_steps = int(o.warmup_ratio * self.total_steps)
+        self.schedule = Schedule(o.schedule, o.lr, self.total_steps, warmup_steps, o.min_lr_ratio)
+
+    def _open_logs(self, parts: ExitStack, *, resumed: bool) -> None:
+        (self.folder / "settings.toml").write_text(self.settings.to_toml())
+        self.metrics_file = MetricsLog(self.folder / "metrics.jsonl", resume_step=self.start.step if resumed else 0)
+        parts.callback(self.metrics_file.close)
+        self.run_log: RunLog = RunLog(
+            self.engine, self.metrics_file, self._say, logged=self.start.logged, total_steps=self.total_steps
         )
+        self._evaluation = self.metrics_file.last("eval_loss")
 
     def _verify(self) -> None:
         """Every bucket's replay against its eager twin, on the first real batch of the bucket."""
@@ -280,19 +238,23 @@ class TrainingRun:
                     )
         self.engine.executor.times.clear()
 
-    def _best_so_far(self) -> float | None:
-        file = self.folder / "best" / "best.json"
-        return float(json.loads(file.read_text())["eval_accept_len"]) if file.is_file() else None
-
-    def _say_plan(self, device: torch.device, precision: str) -> None:
-        names = ", ".join(bucket.name for bucket in self.plan.buckets)
-        how = "replaying CUDA graphs" if self.engine.executor.how == "replayed" else "calling the steps (no GPU)"
-        self._say(f"{device}, {precision}, {how}; buckets (rows x tokens x blocks): {names}")
-        if self.batch_plan.too_long:
-            ids = ", ".join(f"{sample} ({length})" for sample, length in self.batch_plan.too_long[:5])
-            more = " ..." if len(self.batch_plan.too_long) > 5 else ""
-            what = {"skip": "left out", "truncate": "cut off", "split": "split"}[self.settings.data.too_long]
-            self._say(f"{len(self.batch_plan.too_long)} samples longer than the largest bucket are {what}: {ids}{more}")
+    def _say_plan(self) -> None:
+        engine, too_long = self.engine, self.settings.data.too_long
+        names = ", ".join(bucket.name for bucket in engine.buckets)
+        how = "replaying CUDA graphs" if engine.executor.how == "replayed" else "calling the steps (no GPU)"
+        self._say(f"{engine.device}, {engine.precision}, {how}; buckets (rows x tokens x blocks): {names}")
+        what = {"skip": "left out", "truncate": "cut off", "split": "split"}[too_long]
+        for kind, found in (
+            ("samples", self.batch_plan.too_long),
+            ("held-out samples", self.held_out.too_long if self.held_out is not None else []),
+        ):
+            if found:
+                ids = _first_few([f"{sample} ({length})" for sample, length in found])
+                self._say(f"{len(found)} {kind} longer than the largest bucket are {what}: {ids}")
 
     def _say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
+
+
+def _first_few(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items[:5])) + (" ..." if len(items) > 5 else "")

@@ -45,7 +45,9 @@ class ModelSettings:
     )
     init: str = setting("", "folder of a drafter (config.json, model.safetensors) to start from instead of new weights")
     attention: Literal["auto", "triton", "flex", "reference"] = setting(
-        "auto", "auto: flex on CUDA, reference on the CPU; reference is dense and small-scale only"
+        "auto",
+        "triton: kernels made for this mask; flex: compiled flex_attention; reference: plain torch, small-scale only; auto: "
+        "triton on CUDA, reference on the CPU",
     )
     head_chunk: int = setting(4096, "rows of logits that exist at a time; 0 lets the engine choose", low=0)
 

@@ -29,10 +29,9 @@ class StepParts:
 def forward_backward(parts: StepParts, batch: Mapping[str, Tensor], denominator: Tensor) -> BlockSums:
     """Adds this micro-batch's gradient sums to the gradient arena, its weight to `denominator`, its numbers to the metrics.
 
-    The loss gradient is formed with the loss (engine/ops/frozen_head.py), so autograd starts at the hidden states; slot 0
-    has no label and no vocabulary row.
+    The loss gradient is formed with the loss (engine/ops/frozen_head.py), so autograd starts at the hidden states.
     """
-    hidden_BNKD = parts.drafter(batch)[:, :, 1:]
+    hidden_BNKD = parts.drafter(batch)
     sums = block_loss(
         hidden_BNKD.detach(), batch, parts.head, parts.objective, parts.ops, gradient=True, chunk_rows=parts.chunk_rows
     )
@@ -45,7 +44,7 @@ def forward_backward(parts: StepParts, batch: Mapping[str, Tensor], denominator:
 @torch.no_grad()
 def forward_only(parts: StepParts, batch: Mapping[str, Tensor], metrics: Metrics) -> BlockSums:
     """Held-out loss and acceptance: no gradient is formed, no parameter touched."""
-    hidden_BNKD = parts.drafter(batch)[:, :, 1:]
+    hidden_BNKD = parts.drafter(batch)
     sums = block_loss(
         hidden_BNKD, batch, parts.head, parts.objective, parts.ops, gradient=False, chunk_rows=parts.chunk_rows
     )

@@ -78,6 +78,7 @@ class GraphExecutor:
         self._previous_stream = torch.cuda.current_stream(device)
         self.stream.wait_stream(self._previous_stream)
         torch.cuda.set_stream(self.stream)
+        _make_workspaces(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._warm_ups = warm_ups
         self._steps: dict[str, Step] = {}
@@ -167,6 +168,13 @@ class GraphExecutor:
 def make_executor(device: torch.device) -> CallExecutor | GraphExecutor:
     """Graphs on CUDA, calls on the CPU."""
     return GraphExecutor(device) if device.type == "cuda" else CallExecutor()
+
+
+def _make_workspaces(device: torch.device) -> None:
+    """cuBLAS keeps a workspace for each thread and stream for good. Made before anything large exists: otherwise it would
+    settle inside a block that the warm-up frees, and keep all of that block's segment from being given back."""
+    x = torch.ones(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    (x @ x).sum().backward()  # the backward pass runs in a thread of its own
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from engine.mask import DraftMask
 
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
 NAMES = ("dq", "dk_context", "dv_context", "dk_draft", "dv_draft")
 
 
@@ -48,8 +50,8 @@ def mask_of(case: Case, device: str = "cpu", seed: int = 0) -> DraftMask:
     return DraftMask(anchors.int().to(device), keep.to(device), start.int().to(device), case.K)
 
 
-def inputs_of(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> tuple[Tensor, ...]:
-    """q, k_context, v_context, k_draft, v_draft and do. The first five are slices of fused rows, as a projection's."""
+def inputs_of(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> tuple[Inputs, Tensor]:
+    """(q, k_context, v_context, k_draft, v_draft), which are slices of fused rows as a projection's, and do."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def rows(length: int, heads: int) -> Tensor:
@@ -58,7 +60,13 @@ def inputs_of(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0
     Q, H, G = case.N * case.K, case.H, case.G
     q, k_draft, v_draft = rows(Q, H + 2 * G).split([H, G, G], dim=2)
     k_context, v_context = rows(case.S, 2 * G).split([G, G], dim=2)
-    return q, k_context, v_context, k_draft, v_draft, rows(Q, H)
+    return (q, k_context, v_context, k_draft, v_draft), rows(Q, H)
+
+
+def leaves(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """The same values in another precision, with gradients."""
+    q, k_context, v_context, k_draft, v_draft = (x.detach().to(dtype).requires_grad_() for x in inputs)
+    return q, k_context, v_context, k_draft, v_draft
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -1,11 +1,12 @@
 """What of Triton's attention needs no kernel: tiles, splits and refusals. The kernels: tests/interpreter, tests/gpu."""
 
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from engine.mask import DraftMask
 from engine.ops.attention import _check, attention
 from engine.ops.attention_tiles import LARGE_SHARED_MEMORY, block_layout, splits_for, tiles_for
 from tests.attention_helpers import Case, inputs_of, mask_of
@@ -16,7 +17,7 @@ MULTIPROCESSORS = 132
 
 @pytest.mark.parametrize("E", [64, 128, 256])
 def test_a_card_with_less_shared_memory_gets_smaller_tiles(E: int) -> None:
-    large, small = tiles_for(E, 2, LARGE_SHARED_MEMORY), tiles_for(E, 2, SMALL_SHARED_MEMORY)
+    large, small = (tiles_for(E, 2, memory, 128) for memory in (LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY))
     for kernel in ("forward", "dq", "dkv"):
         big, little = getattr(large, kernel), getattr(small, kernel)
         assert little.rows * little.keys <= big.rows * big.keys
@@ -25,7 +26,7 @@ def test_a_card_with_less_shared_memory_gets_smaller_tiles(E: int) -> None:
 
 def test_a_head_dim_without_tiles_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected a head dim among \(16, 32, 64, 128, 256\), found 96"):
-        tiles_for(96, 2, LARGE_SHARED_MEMORY)
+        tiles_for(96, 2, LARGE_SHARED_MEMORY, 64)
 
 
 @pytest.mark.parametrize(
@@ -65,16 +66,17 @@ def test_many_rows_need_no_split() -> None:
 CASE = Case(K=4, N=8, H=4, G=2, S=64)
 
 
-def checked(**changes: torch.Tensor | DraftMask | int) -> None:
+def checked(changes: dict[str, Any]) -> None:
     """_check on good inputs, but for the changes."""
     names = ("q", "k_context", "v_context", "k_draft", "v_draft")
-    arguments = dict(zip(names, inputs_of(CASE, torch.float32)[:5], strict=True), mask=mask_of(CASE), window=None)
-    _check(**{**arguments, **changes})
+    inputs, _ = inputs_of(CASE, torch.float32)
+    arguments: dict[str, Any] = dict(zip(names, inputs, strict=True))
+    _check(**{**arguments, "mask": mask_of(CASE), "window": None, **changes})
 
 
 def test_the_cpu_is_refused_outside_the_interpreter() -> None:
     with pytest.raises(ValueError, match="expected tensors on a CUDA device, found cpu. Use attention_ref there."):
-        attention(*inputs_of(CASE, torch.float32)[:5], mask_of(CASE))
+        attention(*inputs_of(CASE, torch.float32)[0], mask_of(CASE))
 
 
 @pytest.mark.parametrize(
@@ -95,9 +97,9 @@ def test_the_cpu_is_refused_outside_the_interpreter() -> None:
     ],
 )
 def test_what_the_kernels_would_read_wrongly_is_refused(
-    changes: dict[str, torch.Tensor | DraftMask | int], message: str, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("triton.knobs.runtime.interpret", True)
-    checked()
+    checked({})
     with pytest.raises(ValueError, match=message):
-        checked(**changes)
+        checked(changes)

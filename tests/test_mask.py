@@ -118,6 +118,32 @@ def test_shapes_that_do_not_fill_a_tile_are_refused() -> None:
         tiles(mask, S, window=None)
 
 
+def random_qkv(B: int, Q: int, heads: int, G: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """q, k and v of the context, k and v of the draft; head dim 16."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = ((Q, heads), (S, G), (S, G), (Q, G), (Q, G))
+    return [torch.randn(B, length, h, 16, generator=generator, dtype=dtype) for length, h in lengths]
+
+
+@pytest.mark.parametrize(("window", "causal"), KINDS)
+@pytest.mark.parametrize(("K", "N"), SHAPES)
+def test_reference_attention_is_a_softmax_over_what_is_visible(
+    K: int, N: int, window: int | None, causal: bool
+) -> None:
+    mask = random_mask(K, N, documents=True, ordered=False)
+    inputs = [x.requires_grad_() for x in random_qkv(3, N * K, 6, 2, torch.float64)]
+    q, k_context, v_context, k_draft, v_draft = inputs
+    found = attention_ref(q, k_context, v_context, k_draft, v_draft, mask, window=window, causal=causal)
+    k, v = (torch.cat(pair, 1).repeat_interleave(3, 2) for pair in ((k_context, k_draft), (v_context, v_draft)))
+    seen = visible(mask, S, window=window, causal=causal)[:, None]
+    scores = torch.einsum("bqhe,bkhe->bhqk", q, k) / 4
+    expected = torch.einsum("bhqk,bkhe->bqhe", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+    torch.testing.assert_close(found, expected)
+    do = torch.randn_like(found)
+    for a, b in zip(torch.autograd.grad(found, inputs, do), torch.autograd.grad(expected, inputs, do), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(("window", "causal"), [(None, False), (11, True)])
 @pytest.mark.parametrize("heads", [2, 6])
@@ -127,13 +153,9 @@ def test_flex_attention_equals_the_reference(
     # Uncompiled, flex_attention evaluates mask_mod everywhere; the tiles are held to it by the tests above.
     uncompiled: Callable[..., Tensor] = flex_attention
     monkeypatch.setattr(attention_flex, "_compiled_flex", uncompiled)
-    K, N, G, E = 7, 16, 2, 16
+    K, N = 7, 16
     mask = random_mask(K, N, documents=True)
-    generator = torch.Generator().manual_seed(0)
-    q, k_context, v_context, k_draft, v_draft = (
-        torch.randn(3, length, h, E, generator=generator)
-        for length, h in ((N * K, heads), (S, G), (S, G), (N * K, G), (N * K, G))
-    )
+    q, k_context, v_context, k_draft, v_draft = random_qkv(3, N * K, heads, 2)
     made = block_mask(mask, S, window=window, causal=causal, tile=TILE)
     found = attention_flex.attention_flex(q, k_context, v_context, k_draft, v_draft, tiles=made)
     expected = attention_ref(q, k_context, v_context, k_draft, v_draft, mask, window=window, causal=causal)

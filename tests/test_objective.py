@@ -171,6 +171,26 @@ def test_dpace_weights_of_a_block_by_hand() -> None:
     torch.testing.assert_close(dpace_weights(ce, w, 0.5), expected)
 
 
+@pytest.mark.parametrize(
+    ("right", "accepted", "correct"),
+    [([1, 1, 1], 3, 3), ([1, 0, 1], 1, 2), ([0, 1, 1], 0, 2), ([0, 0, 0], 0, 0)],
+)
+def test_a_slot_without_label_neither_ends_nor_lengthens_what_is_accepted(
+    right: list[int], accepted: int, correct: int
+) -> None:
+    config = small_config(hidden_size=8, vocab_size=8, mask_token_id=7, block_size=K, target_layer_ids=(1,))
+    loss_mask = torch.tensor([1, 1, 1, 0, 1], dtype=torch.uint8)  # slot 3 of the block at 0 has no label
+    batch = make_batch(config, Bucket(B=1, S=8, N=4, K=K, tile=4), [random_sample(config, 5, 0, loss_mask)])
+    set_anchors(batch, [[0]])
+    batch["input_ids"][0, :5] = torch.tensor([0, 1, 2, 3, 4])
+    hidden = torch.zeros(1, 4, K - 1, 8)
+    for slot, is_right in zip((0, 1, 3), right, strict=True):
+        hidden[0, 0, slot, slot + 1 if is_right else 6] = 5.0
+    found = loss_of(hidden, batch, TargetHead(torch.eye(8)), objective())
+    assert found.supervised_k.tolist() == [1, 1, 0, 1]
+    assert (int(found.accepted), int(found.correct_k.sum())) == (accepted, correct)
+
+
 @pytest.mark.parametrize("chunk_blocks", [1, 7, 64])
 def test_the_chunk_of_logits_does_not_change_the_loss(chunk_blocks: int) -> None:
     generator = torch.Generator().manual_seed(0)

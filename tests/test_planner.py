@@ -169,3 +169,33 @@ def test_the_table_has_a_row_for_each_bucket() -> None:
     assert sum(row.samples for row in rows) == 200
     assert sum(row.cost_share for row in rows) == pytest.approx(1)
     assert all(0 <= row.padding_fraction < 1 for row in rows)
+
+
+def test_fixed_edges_make_one_bucket_each_and_drop_the_unused() -> None:
+    lengths, eligible = np.array([5, 100, 140, 400]), np.array([4, 99, 20, 30])
+    plan = plan_buckets(
+        lengths,
+        eligible,
+        num_anchors=64,
+        K=8,
+        max_buckets=1,
+        token_budget=4096,
+        cost=lambda bucket: float(bucket.tokens),
+        edges=(100, 250, 380, 512),
+    )
+    assert [(bucket.S, bucket.N) for bucket in plan.buckets] == [(128, 64), (256, 32), (512, 32)]
+    assert plan.samples == (2, 1, 1) and plan.batches == (2, 1, 1)
+
+
+def test_fixed_edges_count_longer_samples_as_too_long() -> None:
+    plan = plan_buckets(
+        np.array([50, 300]),
+        np.array([49, 299]),
+        num_anchors=16,
+        K=8,
+        max_buckets=4,
+        token_budget=4096,
+        cost=lambda bucket: 1.0,
+        edges=(128,),
+    )
+    assert plan.too_long_count == 1 and [bucket.S for bucket in plan.buckets] == [128]

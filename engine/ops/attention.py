@@ -84,7 +84,7 @@ def attention_forward(
     B, Q, H, E = q.shape
     S, G = k_context.shape[1:3]
     R, K, N = H // G, mask.block_size, mask.anchor_positions.shape[1]
-    tile = (tiles or _card_tiles(q)).forward
+    tile = (tiles or _card_tiles(q, K * R)).forward
     layout = block_layout(tile.rows, R, K)
     o = _output("out", out, q)
     lse = torch.empty(B, G, Q * R, dtype=torch.float32, device=q.device)
@@ -127,7 +127,7 @@ def attention_backward(
     B, Q, H, E = q.shape
     S, G = k_context.shape[1:3]
     R, K, N = H // G, mask.block_size, mask.anchor_positions.shape[1]
-    tiles = tiles or _card_tiles(q)
+    tiles = tiles or _card_tiles(q, K * R)
     tile, layout = tiles.dq, block_layout(tiles.dq.rows, R, K)
     numbers = (mask.anchor_positions, mask.block_keep_mask, mask.context_start)
     sizes = (N, S, NO_WINDOW if window is None else window, E**-0.5)
@@ -184,8 +184,8 @@ def _card(device: torch.device) -> tuple[int, int]:
     return properties["max_shared_mem"], properties["multiprocessor_count"]
 
 
-def _card_tiles(q: Tensor) -> Tiles:
-    return tiles_for(q.shape[-1], q.element_size(), _card(q.device)[0])
+def _card_tiles(q: Tensor, block_rows: int) -> Tiles:
+    return tiles_for(q.shape[-1], q.element_size(), _card(q.device)[0], block_rows)
 
 
 def _in_rows(x: Tensor) -> bool:

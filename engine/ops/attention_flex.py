@@ -14,6 +14,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from engine.mask import NO_WINDOW, DraftMask
 
 TILE = 128
+# Past this limit torch would run flex_attention uncompiled: dense, without a word. Every bucket is one compilation, twice
+# with and without gradient; hitting the limit is an error, not a fallback.
+torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
+torch._dynamo.config.fail_on_recompile_limit_hit = True
 _compiled_flex = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 

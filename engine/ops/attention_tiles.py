@@ -50,20 +50,26 @@ class BlockLayout:
 # sm_89, sm_120). dkv keeps two fp32 sums of keys x head dim, which limits its tile; three stages hide its loads.
 _TILES = {
     (64, True): Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
-    (128, True): Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
-    (256, True): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 3)),
+    (128, True): Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
+    (256, True): Tiles(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 3)),
     (64, False): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     (128, False): Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2)),
     (256, False): Tiles(Tile(32, 32, 4, 2), Tile(32, 16, 4, 2), Tile(32, 32, 8, 1)),
 }
+# Where a whole block of all heads of a group fits into 64 rows, this does as well on long contexts and 15 % better on short
+# ones (swept on an H200, S = 512 and 2048): two programs share a multiprocessor, and edge tiles waste less.
+_SMALL_BLOCK_ROWS = 64
+_SMALL_BLOCKS = Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 128, 8, 3))
 # fp32 serves tests: exact products take no tensor core, and wide tiles of them would only spill.
 _FP32 = Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
 _HEAD_DIMS = (16, 32, 64, 128, 256)
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
-def tiles_for(E: int, itemsize: int, shared_memory: int) -> Tiles:
+def tiles_for(E: int, itemsize: int, shared_memory: int, block_rows: int) -> Tiles:
     """Tiles for head dim E, elements of `itemsize` bytes and a card whose blocks may have `shared_memory` bytes.
+
+    block_rows: rows that a draft block takes, K * R.
 
     Raises ValueError for head dims other than 16, 32, 64, 128 and 256.
     """
@@ -71,7 +77,10 @@ def tiles_for(E: int, itemsize: int, shared_memory: int) -> Tiles:
         raise ValueError(f"expected a head dim among {_HEAD_DIMS}, found {E}. Use attention = 'flex'.")
     if itemsize > 2:
         return _FP32
-    return _TILES[max(E, 64), shared_memory >= LARGE_SHARED_MEMORY]
+    large = shared_memory >= LARGE_SHARED_MEMORY
+    if E == 128 and large and block_rows <= _SMALL_BLOCK_ROWS:
+        return _SMALL_BLOCKS
+    return _TILES[max(E, 64), large]
 
 
 def power_of_two(value: int) -> int:

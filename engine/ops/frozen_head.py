@@ -34,6 +34,8 @@ def _row_loss(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * V
     label = tl.load(label_ptr + row)
+    # Read here: the loop's reductions keep every warp behind it, and after them another warp may write the gradient there.
+    label_logit = tl.load(logits_ptr + label).to(tl.float32)
     top = -float("inf")
     total = 0.0
     best = 0
@@ -65,7 +67,6 @@ def _row_loss(
             t_cross = t_cross * shrink + tl.sum(tl.where(ok, e * z, 0.0), 0)
             t_top = new_t_top
     lse = top + tl.log(total)
-    label_logit = tl.load(logits_ptr + label).to(tl.float32)
     tl.store(ce_ptr + row, lse - label_logit)
     tl.store(correct_ptr + row, (best == label).to(tl.int8))
     if HAS_TEACHER:

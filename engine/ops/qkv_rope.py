@@ -39,12 +39,16 @@ def _forward(
     E: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     c = tl.arange(0, HALF)[None]
     ok = (head < H + 2 * G) & (c < E // 2)
-    at = row * ((H + 2 * G) * E) + head * E + c
+    source = row
+    if SHARED > 0:
+        source = tl.where(row % SHARED == 0, row // SHARED, R // SHARED)
+    at = source * ((H + 2 * G) * E) + head * E + c
     x1 = tl.load(qkv_ptr + at, ok, 0.0).to(tl.float32)
     x2 = tl.load(qkv_ptr + at + E // 2, ok, 0.0).to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(x1 * x1 + x2 * x2, 1)[:, None] / E + eps)
@@ -76,6 +80,8 @@ def _backward(
     dk_ptr,
     dv_ptr,
     qkv_ptr,
+    dqkv_ptr,
+    dshared_ptr,
     q_weight_ptr,
     k_weight_ptr,
     cos_ptr,
@@ -90,6 +96,7 @@ def _backward(
     E: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     program = tl.program_id(0)
     head = tl.arange(0, HEADS)[:, None]
@@ -102,10 +109,17 @@ def _backward(
     w2 = _weights(q_weight_ptr, k_weight_ptr, head, c + E // 2, H, G, ok)
     dw1 = tl.zeros([HEADS, HALF], tl.float32)
     dw2 = tl.zeros([HEADS, HALF], tl.float32)
+    dshared1 = tl.zeros([HEADS, HALF], tl.float32)
+    dshared2 = tl.zeros([HEADS, HALF], tl.float32)
     first = program.to(tl.int64) * rows_per_program
     for i in range(0, tl.minimum(rows_per_program, R - first)):
         row = first + i
-        at = row * ((H + 2 * G) * E) + head * E + c
+        source = row
+        own = ok
+        if SHARED > 0:
+            source = tl.where(row % SHARED == 0, row // SHARED, R // SHARED)
+            own = ok & (head < tl.where(row % SHARED == 0, H + 2 * G, 0))
+        at = source * ((H + 2 * G) * E) + head * E + c
         x1 = tl.load(qkv_ptr + at, ok, 0.0).to(tl.float32)
         x2 = tl.load(qkv_ptr + at + E // 2, ok, 0.0).to(tl.float32)
         k_at = row * (G * E) + (head - H) * E + c
@@ -133,8 +147,15 @@ def _backward(
         dx2 = (g2 - h2 * mean) * rstd
         dx1 = tl.where(is_v, tl.load(dv_ptr + v_at, is_v, 0.0).to(tl.float32), dx1)
         dx2 = tl.where(is_v, tl.load(dv_ptr + v_at + E // 2, is_v, 0.0).to(tl.float32), dx2)
-        tl.store(qkv_ptr + at, dx1.to(qkv_ptr.dtype.element_ty), ok)
-        tl.store(qkv_ptr + at + E // 2, dx2.to(qkv_ptr.dtype.element_ty), ok)
+        tl.store(dqkv_ptr + at, dx1.to(dqkv_ptr.dtype.element_ty), own)
+        tl.store(dqkv_ptr + at + E // 2, dx2.to(dqkv_ptr.dtype.element_ty), own)
+        if SHARED > 0:
+            dshared1 += tl.where(row % SHARED > 0, dx1, 0.0)
+            dshared2 += tl.where(row % SHARED > 0, dx2, 0.0)
+    if SHARED > 0:
+        shared_at = program.to(tl.int64) * ((H + 2 * G) * E) + head * E + c
+        tl.store(dshared_ptr + shared_at, dshared1, ok)
+        tl.store(dshared_ptr + shared_at + E // 2, dshared2, ok)
     base = dweight_ptr + program * (2 * E) + tl.arange(0, HALF)
     half_ok = tl.arange(0, HALF) < E // 2
     tl.store(base, tl.sum(tl.where(is_q, dw1, 0.0), 0), half_ok)
@@ -159,8 +180,9 @@ class _QKVRope(torch.autograd.Function):
         G: int,
         E: int,
         eps: float,
+        shared: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        R = qkv.shape[0]
+        R = positions.shape[0]
         q, k, v = (qkv.new_empty(R, heads, E) for heads in (H, G, G))
         sizes = {
             "H": H,
@@ -168,6 +190,7 @@ class _QKVRope(torch.autograd.Function):
             "E": E,
             "HEADS": triton.next_power_of_2(H + 2 * G),
             "HALF": triton.next_power_of_2(E // 2),
+            "SHARED": shared,
         }
         _forward[(R,)](qkv, q_value, k_value, cos, sin, positions, q, k, v, R, eps, **sizes, num_warps=_warps(sizes))
         ctx.save_for_backward(qkv, q_value, k_value, cos, sin, positions)
@@ -177,16 +200,23 @@ class _QKVRope(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor):
         qkv, q_value, k_value, cos, sin, positions = ctx.saved_tensors
-        sizes, R, E = ctx.sizes, qkv.shape[0], ctx.sizes["E"]
+        sizes, R, E = ctx.sizes, positions.shape[0], ctx.sizes["E"]
         rows_per_program = triton.cdiv(R, min(R, _BACKWARD_PROGRAMS))
         programs = triton.cdiv(R, rows_per_program)
         partial = torch.empty(programs, 2, E, device=qkv.device, dtype=torch.float32)
-        # In place: qkv came fresh out of a matmul that did not save its output, and this is its only reader.
+        # In place: qkv came fresh out of a matmul that did not save its output, and each row has one reader. Not so where
+        # slots share a row: those gradients are summed by program, then over the programs, in a fixed order.
+        dqkv, dshared = qkv, partial
+        if sizes["SHARED"]:
+            dqkv = torch.empty_like(qkv)
+            dshared = torch.empty(programs, qkv.shape[1], device=qkv.device, dtype=torch.float32)
         _backward[(programs,)](
             dq.contiguous(),
             dk.contiguous(),
             dv.contiguous(),
             qkv,
+            dqkv,
+            dshared,
             q_value,
             k_value,
             cos,
@@ -199,11 +229,13 @@ class _QKVRope(torch.autograd.Function):
             **sizes,
             num_warps=_warps(sizes),
         )
+        if sizes["SHARED"]:
+            dqkv[-1] = dshared.sum(0)
         dq_weight, dk_weight = partial.sum(0)
         if sizes["H"]:
             ctx.q_grad.add_(dq_weight)
         ctx.k_grad.add_(dk_weight)
-        return (qkv, *[None] * 11)
+        return (dqkv, *[None] * 12)
 
 
 def _warps(sizes: dict[str, int]) -> int:
@@ -222,6 +254,7 @@ def qkv_rope(
     num_kv_heads: int,
     head_dim: int,
     eps: float,
+    shared_slots: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """qkv [R, (H + 2G) E] -> q [R, H, E], k [R, G, E], v [R, G, E]; H = 0 for the context. See qkv_rope_ref.py.
 
@@ -240,4 +273,5 @@ def qkv_rope(
         num_kv_heads,
         head_dim,
         eps,
+        shared_slots,
     )

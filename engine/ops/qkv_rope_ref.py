@@ -32,12 +32,18 @@ def qkv_rope_ref(
     num_kv_heads: int,
     head_dim: int,
     eps: float,
+    shared_slots: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """qkv [R, (H + 2G) E] -> q [R, H, E], k [R, G, E], v [R, G, E]. H = 0 for the context, which has no queries.
 
-    cos, sin: fp32 [P, E/2] tables; positions: int32 [R], all < P.
+    cos, sin: fp32 [P, E/2] tables; positions: int32 [R], all < P. shared_slots = K: qkv holds a row for slot 0 of every
+    block and one last row for all other slots, whose input is the same everywhere; the results are [R, ...] all the same.
     """
-    R = qkv_RF.shape[0]
+    R = positions_R.shape[0]
+    if shared_slots:
+        blocks = R // shared_slots
+        others = qkv_RF[blocks:].expand(blocks, shared_slots - 1, -1)
+        qkv_RF = torch.cat([qkv_RF[:blocks, None], others], dim=1).flatten(0, 1)
     heads = qkv_RF.reshape(R, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     index = positions_R.long()

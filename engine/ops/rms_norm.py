@@ -25,14 +25,19 @@ def _forward(
     D,
     eps,
     HAS_DELTA: tl.constexpr,
+    DROP: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    source = row
+    if DROP > 0:
+        source = row + row // (DROP - 1) + 1
     d = tl.arange(0, BLOCK_D)
     ok = d < D
-    x = tl.load(residual_ptr + row * D + d, ok, 0.0).to(tl.float32)
+    x = tl.load(residual_ptr + source * D + d, ok, 0.0).to(tl.float32)
     if HAS_DELTA:
-        x += tl.load(delta_ptr + row * D + d, ok, 0.0).to(tl.float32)
+        x += tl.load(delta_ptr + source * D + d, ok, 0.0).to(tl.float32)
+    if HAS_DELTA or DROP > 0:
         stored = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * D + d, stored, ok)
         x = stored.to(tl.float32)  # the norm sees the stream as it is stored, as in plain torch
@@ -56,6 +61,7 @@ def _backward(
     D,
     HAS_DTOTAL: tl.constexpr,
     NEEDS_DX: tl.constexpr,
+    DROP: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -66,62 +72,70 @@ def _backward(
     first = program.to(tl.int64) * rows_per_program
     for i in range(0, tl.minimum(rows_per_program, R - first)):
         row = first + i
-        at = row * D + d
-        normed = tl.load(total_ptr + at, ok, 0.0).to(tl.float32) * tl.load(rstd_ptr + row)
-        dout = tl.load(dout_ptr + at, ok, 0.0).to(tl.float32)
+        result = row
+        kept = ok
+        if DROP > 0:
+            result = tl.maximum(row - row // DROP - 1, 0)
+            kept = d < tl.where(row % DROP > 0, D, 0)  # a dropped row reads zeros, so its gradient is 0
+        at = result * D + d
+        rstd = tl.load(rstd_ptr + result)
+        normed = tl.load(total_ptr + at, kept, 0.0).to(tl.float32) * rstd
+        dout = tl.load(dout_ptr + at, kept, 0.0).to(tl.float32)
         dweight += dout * normed
         if NEEDS_DX:
             dnormed = dout * weight
-            dx = (dnormed - normed * (tl.sum(dnormed * normed, 0) / D)) * tl.load(rstd_ptr + row)
+            dx = (dnormed - normed * (tl.sum(dnormed * normed, 0) / D)) * rstd
             if HAS_DTOTAL:
-                dx += tl.load(dtotal_ptr + at, ok, 0.0).to(tl.float32)
-            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), ok)
+                dx += tl.load(dtotal_ptr + at, kept, 0.0).to(tl.float32)
+            tl.store(dx_ptr + row * D + d, dx.to(dx_ptr.dtype.element_ty), ok)
     tl.store(dweight_ptr + program * D + d, dweight, ok)
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, residual: Tensor, delta: Tensor | None, value: Tensor, grad: Tensor, eps: float
+        ctx, residual: Tensor, delta: Tensor | None, value: Tensor, grad: Tensor, eps: float, drop: int
     ) -> tuple[Tensor, Tensor]:
         R, D = residual.shape
         residual = residual.contiguous()
-        total = residual if delta is None else torch.empty_like(residual)
-        out = torch.empty_like(residual)
-        rstd = torch.empty(R, device=residual.device, dtype=torch.float32)
+        kept = R // drop * (drop - 1) if drop else R
+        copies = delta is not None or drop > 0
+        total = residual.new_empty(kept, D) if copies else residual
+        out = residual.new_empty(kept, D)
+        rstd = torch.empty(kept, device=residual.device, dtype=torch.float32)
         block = triton.next_power_of_2(D)
-        delta_or_dummy = residual if delta is None else delta.contiguous()
-        _forward[(R,)](
+        _forward[(kept,)](
             residual,
-            delta_or_dummy,
+            residual if delta is None else delta.contiguous(),
             value,
             total,
             out,
             rstd,
-            R,
+            kept,
             D,
             eps,
             HAS_DELTA=delta is not None,
+            DROP=drop,
             BLOCK_D=block,
             num_warps=_warps(block),
         )
         ctx.save_for_backward(total, value, rstd)
-        ctx.grad, ctx.has_delta = grad, delta is not None
+        ctx.grad, ctx.has_delta, ctx.rows, ctx.drop = grad, delta is not None, R, drop
         ctx.set_materialize_grads(False)
-        return (total if delta is not None else residual.view_as(residual)), out
+        return (total if copies else residual.view_as(residual)), out
 
     @staticmethod
     def backward(
         ctx, dtotal: Tensor | None, dout: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         total, value, rstd = ctx.saved_tensors
         assert dout is not None, "the normed output of add_rms_norm is always used"
-        R, D = total.shape
+        R, D = ctx.rows, total.shape[1]
         dout = dout.contiguous()
         needs_dx = ctx.needs_input_grad[0] or (ctx.has_delta and ctx.needs_input_grad[1])
         rows_per_program = triton.cdiv(R, min(R, _BACKWARD_PROGRAMS))
         programs = triton.cdiv(R, rows_per_program)
-        dx = torch.empty_like(total) if needs_dx else total
+        dx = total.new_empty(R, D) if needs_dx else total
         partial = torch.empty(programs, D, device=total.device, dtype=torch.float32)
         block = triton.next_power_of_2(D)
         _backward[(programs,)](
@@ -137,21 +151,25 @@ class _AddRMSNorm(torch.autograd.Function):
             D,
             HAS_DTOTAL=dtotal is not None,
             NEEDS_DX=needs_dx,
+            DROP=ctx.drop,
             BLOCK_D=block,
             num_warps=_warps(block),
         )
         ctx.grad.add_(partial.sum(0))
-        dx = dx if needs_dx else None
-        return dx, (dx if ctx.has_delta else None), None, None, None
+        needed = dx if needs_dx else None
+        return needed, (needed if ctx.has_delta else None), None, None, None, None
 
 
 def _warps(block: int) -> int:
     return max(1, min(16, block // 512))
 
 
-def add_rms_norm(residual_RD: Tensor, delta_RD: Tensor | None, weight: Weight, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    residual_RD: Tensor, delta_RD: Tensor | None, weight: Weight, eps: float, *, drop_first_of: int = 0
+) -> tuple[Tensor, Tensor]:
     """s = residual + delta (or the residual itself), y = RMSNorm(s) * w; both [R, D]. See rms_norm_ref.py.
 
-    Both inputs receive the same gradient tensor: neither branch may write to it.
+    Both inputs receive the same gradient tensor: neither branch may write to it. drop_first_of = K: without the first row of
+    every K, [R / K * (K - 1), D].
     """
-    return _AddRMSNorm.apply(residual_RD, delta_RD, weight.value, weight.grad, eps)
+    return _AddRMSNorm.apply(residual_RD, delta_RD, weight.value, weight.grad, eps, drop_first_of)

@@ -6,7 +6,7 @@ import torch
 from engine.ops.attention import attention, attention_backward, attention_forward
 from engine.ops.attention_ref import attention_ref
 from engine.ops.attention_tiles import Tile, Tiles
-from tests.attention_helpers import NAMES, Case, inputs_of, mask_of, relative_error
+from tests.attention_helpers import NAMES, Case, inputs_of, leaves, mask_of, relative_error
 
 TOLERANCE = 2e-6
 # Small enough that a context of 160 keys has whole tiles and edges; rows that do not all hold whole blocks.
@@ -30,10 +30,10 @@ CASES = [
 
 @pytest.mark.parametrize(("case", "splits"), CASES)
 def test_output_and_gradients(case: Case, splits: int) -> None:
-    *inputs, do = inputs_of(case, torch.float32)
-    mask, kind = mask_of(case), {"window": case.window, "causal": case.causal}
-    exact = [x.double().requires_grad_() for x in inputs]
-    expected = attention_ref(*exact, mask, window=case.window, causal=case.causal)
+    inputs, do = inputs_of(case, torch.float32)
+    mask, window, causal = mask_of(case), case.window, case.causal
+    exact = leaves(inputs, torch.float64)
+    expected = attention_ref(*exact, mask, window=window, causal=causal)
     expected_gradients = torch.autograd.grad(expected, exact, do.double())
 
     # What nobody may see: whether it is NaN must not matter.
@@ -41,8 +41,8 @@ def test_output_and_gradients(case: Case, splits: int) -> None:
     for b in range(case.B):
         for context in inputs[1:3]:
             context[b, int(used[b].max()) :] = float("nan")
-    o, lse = attention_forward(*inputs, mask, **kind, tiles=TILES)
-    gradients = attention_backward(do, *inputs, o, lse, mask, **kind, tiles=TILES, splits=splits)
+    o, lse = attention_forward(*inputs, mask, window=window, causal=causal, tiles=TILES)
+    gradients = attention_backward(do, *inputs, o, lse, mask, window=window, causal=causal, tiles=TILES, splits=splits)
 
     assert relative_error(o, expected) < TOLERANCE
     for name, found, gradient in zip(NAMES, gradients, expected_gradients, strict=True):
@@ -52,21 +52,22 @@ def test_output_and_gradients(case: Case, splits: int) -> None:
 
 def test_autograd_with_the_cards_own_tiles_and_a_gradient_that_is_not_contiguous() -> None:
     case = Case(K=8, N=8, H=4, G=2, S=128)
-    *inputs, do = inputs_of(case, torch.float32)
+    inputs, do = inputs_of(case, torch.float32)
     do = do.transpose(1, 2).contiguous().transpose(1, 2)
     mask = mask_of(case)
-    exact = [x.double().requires_grad_() for x in inputs]
-    leaves = [x.requires_grad_() for x in inputs]
-    o, expected = attention(*leaves, mask), attention_ref(*exact, mask)
+    exact = leaves(inputs, torch.float64)
+    for x in inputs:
+        x.requires_grad_()
+    o, expected = attention(*inputs, mask), attention_ref(*exact, mask)
     assert relative_error(o, expected) < TOLERANCE
     expected_gradients = torch.autograd.grad(expected, exact, do.double())
-    for found, gradient in zip(torch.autograd.grad(o, leaves, do), expected_gradients, strict=True):
+    for found, gradient in zip(torch.autograd.grad(o, inputs, do), expected_gradients, strict=True):
         assert relative_error(found, gradient) < TOLERANCE
 
 
 def test_results_go_into_slices_and_leave_what_is_beside_them() -> None:
     case = Case(K=4, N=8, H=2, G=1, S=64)
-    *inputs, do = inputs_of(case, torch.float32)
+    inputs, do = inputs_of(case, torch.float32)
     mask = mask_of(case)
     o, lse = attention_forward(*inputs, mask)
     fresh = attention_backward(do, *inputs, o, lse, mask, splits=2)

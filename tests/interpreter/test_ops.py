@@ -112,6 +112,24 @@ def test_add_rms_norm(R: int, has_delta: bool) -> None:
     check(call(add_rms_norm), call(add_rms_norm_ref), inputs, {"w": random(D, seed=2)})
 
 
+@pytest.mark.parametrize("K", [2, 7])
+@pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize("has_delta", [True, False])
+def test_add_rms_norm_without_the_first_of_every_block(K: int, blocks: int, has_delta: bool) -> None:
+    def call(op: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        def norm(residual: Tensor, w: Weight, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            total, out = op(residual, delta, w, 1e-6, drop_first_of=K)
+            assert total.shape == out.shape == (blocks * (K - 1), D)
+            return total, out
+
+        return norm
+
+    inputs = {"residual": random(blocks * K, D, seed=0)} | (
+        {"delta": random(blocks * K, D, seed=1)} if has_delta else {}
+    )
+    check(call(add_rms_norm), call(add_rms_norm_ref), inputs, {"w": random(D, seed=2)})
+
+
 @pytest.mark.parametrize("op", [add_rms_norm, add_rms_norm_ref])
 def test_norm_of_an_input_without_gradient(op: Callable[..., tuple[Tensor, Tensor]]) -> None:
     weight = weight_of(random(D, seed=2), torch.float32)
@@ -120,24 +138,36 @@ def test_norm_of_an_input_without_gradient(op: Callable[..., tuple[Tensor, Tenso
     assert not (weight.grad == 0.25).any()
 
 
-@pytest.mark.parametrize("R", ROWS)
-@pytest.mark.parametrize(("H", "G", "E"), [(5, 1, 16), (6, 3, 24), (0, 3, 16)])
-def test_qkv_rope(R: int, H: int, G: int, E: int) -> None:
+def check_qkv_rope(rows: int, R: int, H: int, G: int, E: int, **options: int) -> None:
+    """A projection of `rows` rows spread over R positions."""
     angles = random(50, E // 2, seed=5)
     positions = torch.randint(50, (R,), dtype=torch.int32, generator=torch.Generator().manual_seed(6))
+    sizes = {"num_heads": H, "num_kv_heads": G, "head_dim": E}
 
     def call(op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-        def qkv(qkv: Tensor, q_norm: Weight, k_norm: Weight) -> tuple[Tensor, ...]:
+        def split(qkv: Tensor, q_norm: Weight, k_norm: Weight) -> tuple[Tensor, ...]:
             # The tables are fp32 in training: cos and sin of fp64 angles would be other numbers.
             tables = (angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype))
-            q, k, v = op(qkv, q_norm, k_norm, *tables, positions, num_heads=H, num_kv_heads=G, head_dim=E, eps=1e-6)
+            q, k, v = op(qkv, q_norm, k_norm, *tables, positions, eps=1e-6, **sizes, **options)
             assert [t.shape for t in (q, k, v)] == [(R, H, E), (R, G, E), (R, G, E)]
             return (q, k, v) if H else (k, v)
 
-        return qkv
+        return split
 
     weights = {"q_norm": random(E, seed=2), "k_norm": random(E, seed=3)}
-    check(call(qkv_rope), call(qkv_rope_ref), {"qkv": random(R, (H + 2 * G) * E, seed=0)}, weights)
+    check(call(qkv_rope), call(qkv_rope_ref), {"qkv": random(rows, (H + 2 * G) * E, seed=0)}, weights)
+
+
+@pytest.mark.parametrize("R", ROWS)
+@pytest.mark.parametrize(("H", "G", "E"), [(5, 1, 16), (6, 3, 24), (0, 3, 16)])
+def test_qkv_rope(R: int, H: int, G: int, E: int) -> None:
+    check_qkv_rope(R, R, H, G, E)
+
+
+@pytest.mark.parametrize("K", [2, 7])
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_qkv_rope_of_slots_that_share_a_row(blocks: int, K: int) -> None:
+    check_qkv_rope(blocks + 1, blocks * K, 6, 3, 24, shared_slots=K)
 
 
 @pytest.mark.parametrize("R", ROWS)
@@ -252,6 +282,7 @@ def test_adamw(shared: bool) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")
 @pytest.mark.parametrize("op", [adamw, adamw_ref])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.0])
 def test_adamw_without_ok_only_forgets_the_gradient(op: Callable[[AdamWArenas, Tensor], None], value: float) -> None:

@@ -1,0 +1,75 @@
+"""Held-out evaluation during a run, and the best drafter so far."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from buffers.batching import BatchPlan
+from buffers.dataset import Dataset
+from buffers.shapes import Bucket
+from buffers.staging import InputPipeline
+from engine.checkpoint import save_drafter
+from engine.engine import Engine
+from engine.settings import Settings
+
+BEST_FILE = "best.json"
+
+
+def open_held_out(settings: Settings, training: Dataset) -> Dataset | None:
+    """The dataset of data.eval_path, None without one. Raises ValueError when it is of another target than the training
+    data."""
+    if not settings.data.eval_path:
+        return None
+    held_out = Dataset(settings.data.eval_path)
+    names = ["hidden_size", "target_layer_ids", "vocab_size", "mask_token_id"]
+    if settings.objective.kl_weight > 0:
+        names.append("last_hidden_norm")
+    for name in names:
+        ours, theirs = getattr(training.info, name), getattr(held_out.info, name)
+        if ours != theirs:
+            raise ValueError(
+                f"data.eval_path: {held_out.path} has {name} {theirs}, {training.path} has {ours}; hold out samples of the "
+                "same target and layers"
+            )
+    return held_out
+
+
+class HeldOut:
+    """The evaluation's inputs and order, the same at every step: fixed anchors, fixed batches."""
+
+    def __init__(
+        self, dataset: Dataset, buckets: Sequence[Bucket], settings: Settings, *, folder: Path, pipeline: dict[str, Any]
+    ) -> None:
+        """pipeline: what InputPipeline takes by keyword. Raises ValueError when no sample fits the buckets."""
+        try:
+            plan = BatchPlan(dataset.lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed)
+        except ValueError as error:
+            raise ValueError(f"data.eval_path: {error}") from error
+        self.inputs = InputPipeline(dataset, buckets, **pipeline)
+        self.too_long = plan.too_long
+        self.best: float | None = None
+        self._batches = plan.epoch(0)[: settings.run.eval_batches or None]
+        self._folder = folder / "best"
+
+    def go_on(self) -> None:
+        """Takes up the best of the run that is continued."""
+        file = self._folder / BEST_FILE
+        self.best = float(json.loads(file.read_text())["eval_accept_len"]) if file.is_file() else None
+
+    def evaluate(self, engine: Engine, step: int) -> dict[str, Any]:
+        """Loss and acceptance on the held-out samples; the best drafter so far, by accepted length, goes to best/. Waits
+        for the device."""
+        engine.eval_metrics.zero_()
+        self.inputs.start(self._batches)
+        while (batch := self.inputs.next()) is not None:
+            engine.eval_step(batch.bucket)
+        means = engine.eval_metrics.snapshot().read().means()
+        record = {"step": step}
+        record |= {f"eval_{key}": means[key] for key in ("loss", "accuracy", "accept_len", "accuracy_per_slot")}
+        if self.best is None or means["accept_len"] > self.best:
+            self.best = means["accept_len"]
+            save_drafter(self._folder, engine.config, engine.params.state(), {BEST_FILE: record})
+        return record

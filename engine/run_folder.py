@@ -1,0 +1,32 @@
+"""The folder of a run: whether a run may be written there, and from which checkpoint it goes on."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from engine.checkpoint import checkpoints
+from engine.settings_fields import SettingsError
+
+
+def prepare_output(folder: Path, *, resume: bool) -> Path | None:
+    """The newest checkpoint in `folder`, which exists and can be written to afterwards; None for a new run. Raises
+    SettingsError when it cannot be written to or holds a run that is not to be gone on with."""
+    saved = checkpoints(folder / "checkpoints")
+    if saved and not resume:
+        raise SettingsError(
+            f"run.output: {folder} holds a run with checkpoints; leave out --no-resume to go on with it, or choose another folder"
+        )
+    if not saved and (folder / "drafter").exists():
+        raise SettingsError(
+            f"run.output: {folder} holds a trained drafter, but no checkpoint to go on from; choose another folder"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SettingsError(
+            f"run.output: expected a folder that can be written to, found {folder} ({error.strerror}); choose another"
+        ) from error
+    return saved[-1] if saved else None

@@ -1,0 +1,115 @@
+"""A training run and the demo on the GPU: every bucket verified and replayed, nothing allocated or compiled on the way, and
+both kinds of compiled attention learn the same."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from buffers.shapes import Bucket
+from engine.demo import demo_settings, run_demo
+from engine.engine import Engine
+from engine.train import train
+from graphs.parity import Difference
+
+STEPS = 60
+
+
+@dataclass(frozen=True)
+class Demo:
+    """The demo's folder, whose data the other runs train on, and its figures."""
+
+    folder: Path
+    figures: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    folder = tmp_path_factory.mktemp("demo") / "out"
+    return Demo(folder, run_demo(folder, steps=150, seed=0, device="cuda"))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What train() returned, the losses it logged, and what every bucket's verification found."""
+
+    figures: dict[str, Any]
+    losses: list[float]
+    verified: dict[str, Difference | None]
+
+
+def trained(demo: Demo, out: Path, attention: Literal["flex", "triton"]) -> Run:
+    settings = demo_settings(demo.folder, steps=STEPS, seed=0, device="cuda")
+    settings = replace(
+        settings,
+        model=replace(settings.model, attention=attention),
+        data=replace(settings.data, eval_path=""),
+        run=replace(settings.run, output=str(out), log_every=10, eval_every=0, accumulation=2),
+    )
+    verified = {}
+    verify = Engine.verify
+
+    def noted(engine: Engine, bucket: Bucket) -> Difference | None:
+        verified[bucket.name] = verify(engine, bucket)
+        return verified[bucket.name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "verify", noted)
+        figures = train(settings)
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return Run(figures, [record["loss"] for record in records if "loss" in record], verified)
+
+
+@pytest.fixture(scope="module")
+def flex(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return trained(demo, tmp_path_factory.mktemp("flex"), "flex")
+
+
+@pytest.fixture(scope="module")
+def triton(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return trained(demo, tmp_path_factory.mktemp("triton"), "triton")
+
+
+def test_the_demo_decodes_the_targets_own_text(demo: Demo) -> None:
+    figures = demo.figures
+    assert figures["differing_tokens"] == 0
+    assert figures["steps"] == 150
+    assert figures["how"] == "replayed"
+    assert figures["tokens_per_verification_after"] > figures["tokens_per_verification_before"] + 0.2
+    assert all(Path(figures[key]).exists() for key in ("drafter", "metrics", "picture"))
+
+
+@pytest.mark.parametrize("attention", ["flex", "triton"])
+def test_a_run_is_replayed_and_costs_no_allocation_and_no_compilation(
+    attention: str, request: pytest.FixtureRequest
+) -> None:
+    run: Run = request.getfixturevalue(attention)
+    figures = run.figures
+    assert figures["steps"] == STEPS
+    assert figures["how"] == "replayed"
+    assert {row["how"] for row in figures["buckets"]} == {"replayed"}
+    assert sum(row["batches"] for row in figures["buckets"]) == 2 * STEPS
+    assert all(row["device_ms"] > 0 for row in figures["buckets"] if row["batches"])
+    assert (figures["device_allocations"], figures["compilations"]) == (0, 0)
+    assert (figures["skipped_steps"], figures["skipped_samples"]) == (0, [])
+    assert run.verified == {row["bucket"]: None for row in figures["buckets"]}
+    assert len(run.losses) == STEPS // 10
+    assert run.losses[-1] < 0.8 * run.losses[0]
+
+
+def test_flex_and_triton_learn_the_same(flex: Run, triton: Run) -> None:
+    """The same batches and anchors in bf16, whose roundings differ: the losses stay together."""
+    assert [row["bucket"] for row in flex.figures["buckets"]] == [row["bucket"] for row in triton.figures["buckets"]]
+    assert flex.losses == pytest.approx(triton.losses, rel=0.02)
+
+
+def test_the_drafter_of_a_run_is_the_same_whatever_attends(flex: Run, triton: Run) -> None:
+    for run in (flex, triton):
+        assert (Path(run.figures["drafter"]) / "model.safetensors").is_file()
+    assert flex.figures["final"]["accuracy"] == pytest.approx(triton.figures["final"]["accuracy"], abs=0.02)

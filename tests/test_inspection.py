@@ -1,0 +1,52 @@
+"""`dflash-engine data inspect`: what it shows, and what --verify finds."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from buffers.dataset import Dataset
+from engine.inspection import inspect_dataset
+from tests.run_helpers import LENGTHS, training_dataset
+
+
+def test_what_a_dataset_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = training_dataset(tmp_path / "data", LENGTHS, last_hidden_norm="pre")
+    figures = inspect_dataset(data, verify=True)
+    json.dumps(figures)
+    dataset = Dataset(data)
+    sizes = [shard.stat().st_size for shard in data.glob("shard-*.safetensors")]
+    assert figures == {
+        "target": "tiny",
+        "samples": 10,
+        "tokens": sum(LENGTHS),
+        "shards": len(sizes),
+        "bytes": sum(sizes),
+        "hidden_size": 8,
+        "target_layer_ids": [1, 3, 4],
+        "vocab_size": 50,
+        "mask_token_id": 49,
+        "last_hidden_norm": "pre",
+        "length_min_median_p90_p99_max": [40, 90, 160, 170, 170],
+        "anchor_positions": int(dataset.eligible_counts.sum()),
+        "samples_without_anchor": 0,
+        "verified": True,
+    }
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told] == list(figures)
+
+
+def test_samples_that_train_nothing_are_counted(tmp_path: Path) -> None:
+    data = training_dataset(tmp_path / "data", (1, 1, 40))
+    assert inspect_dataset(data, verify=False)["samples_without_anchor"] == 2
+
+
+def test_verify_reads_every_byte(tmp_path: Path) -> None:
+    data = training_dataset(tmp_path / "data")
+    shard = data / "shard-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1  # a byte of the hidden states, of which opening reads nothing
+    shard.write_bytes(content)
+    assert inspect_dataset(data, verify=False)["verified"] is False
+    with pytest.raises(ValueError, match=r"expected the sha256 of dataset.json, found another for shard-00000"):
+        inspect_dataset(data, verify=True)
