@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -81,7 +82,8 @@ def write_result(figures: dict[str, Any], out: Path | None) -> None:
 
 
 def _commit() -> str:
-    """The commit of the checkout, "+changes" when it has uncommitted ones; unknown outside a checkout."""
+    """The commit of the checkout, "+changes" when it has uncommitted ones. A copy without history is told its commit by
+    DFLASH_COMMIT."""
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -90,4 +92,4 @@ def _commit() -> str:
     try:
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("DFLASH_COMMIT", "unknown")

@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 from engine.assemble import resolve_device
-from engine.bytes_vocab import encode_document
+from engine.bytes_vocab import encode_bytes
 from engine.corpus import corpus_files, read_documents
 from engine.decode import drafter_for, speculative_generate
 from engine.drafter_config import DrafterConfig, default_target_layer_ids
@@ -32,6 +32,7 @@ from engine.settings import (
     BucketsSettings,
     DataSettings,
     ModelSettings,
+    ObjectiveSettings,
     OptimizerSettings,
     RunSettings,
     Settings,
@@ -41,18 +42,22 @@ from engine.train import train
 
 EMBEDDED_TARGET = Path(__file__).parent / "embedded"
 NUM_TAPS = 3
-STEPS = 500
-CHUNK_TOKENS = 384
+STEPS = 520
+CHUNK_TOKENS = 250
 DATASET_TOKENS, HELD_OUT_TOKENS = 100_000, 8_000
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 192, 96
+# Files begin with imports and licences: prompts are taken from behind them.
+PROMPTS, SKIPPED_BYTES, PROMPT_TOKENS, NEW_TOKENS = 8, 2000, 128, 96
 
 
 def demo_settings(out: Path, *, steps: int, seed: int, device: str) -> Settings:
     """A drafter of two layers and blocks of 8, sized for two CPU cores and a minute or two."""
     return Settings(
-        model=ModelSettings(num_hidden_layers=2, block_size=8, initializer_range=0.06),
+        model=ModelSettings(num_hidden_layers=2, block_size=8, intermediate_size=256, initializer_range=0.06),
         data=DataSettings(path=str(out / "data"), eval_path=str(out / "held-out-data")),
         buckets=BucketsSettings(max_buckets=4, token_budget=4096, num_anchors=64),
+        # The draft is checked against the target's greedy text: its distribution teaches more than the files' own bytes, and
+        # the first slots count most.
+        objective=ObjectiveSettings(ce_weight=0.0, kl_weight=1.0, gamma=2.0),
         optimizer=OptimizerSettings(lr=3e-3),
         run=RunSettings(
             output=str(out / "run"),
@@ -88,7 +93,7 @@ def run_demo(out: Path, *, steps: int, seed: int, device: str) -> dict[str, Any]
             out / folder,
             target_layer_ids=taps,
             max_tokens=tokens,
-            max_length=512,
+            max_length=CHUNK_TOKENS,
             seed=seed,
         )
         console.print(
@@ -143,10 +148,13 @@ class HeldOutText:
 
 
 def held_out_texts(target: Target) -> list[HeldOutText]:
-    """Beginnings of held-out files that are long enough, spread over the list, with the target's own continuations."""
-    files = [text for text in read_documents(corpus_files("heldout")) if len(text) > 2 * PROMPT_TOKENS]
+    """Pieces of held-out files, each from a function's beginning on, with the target's own continuations."""
+    files = [text for text in read_documents(corpus_files("heldout")) if len(text) > SKIPPED_BYTES + PROMPT_TOKENS]
     stride = max(1, len(files) // PROMPTS)
-    prompts = [encode_document(text)[:PROMPT_TOKENS] for text in files[::stride][:PROMPTS]]
+    prompts = []
+    for text in files[::stride][:PROMPTS]:
+        start = max(text.find(b"    def ", SKIPPED_BYTES), 0)
+        prompts.append(encode_bytes(text[start : start + PROMPT_TOKENS]))
     with _one_thread():
         return [HeldOutText(prompt, greedy_generate(target, prompt, NEW_TOKENS)) for prompt in prompts]
 

@@ -156,6 +156,17 @@ class Engine:
         """The gradient sums by parameter name; views of the arena, zeroed by the next update."""
         return dict(self.params.named(self.params.grad))
 
+    def named_buffers(self) -> list[tuple[str, dict[str, Tensor]]]:
+        """The memory that lives as long as the engine, for buffers.arena.arena_table; the inputs are their owner's."""
+        p = self.params
+        flat = {"weight": p.weight, "grad": p.grad}
+        if p.master is not None:
+            flat |= {"master": p.master, "exp_avg": p.exp_avg, "exp_avg_sq": p.exp_avg_sq}
+        target = {"embed_tokens": self.embed_tokens, "lm_head": self.head.weight}
+        tables = {"rope cos": self.drafter.cos_PE, "rope sin": self.drafter.sin_PE}
+        sums = {"sums": self.metrics.sums, "slots": self.metrics.slots}
+        return [("parameters", flat), ("target", target), ("tables", tables), ("metrics", sums)]
+
     def verify(self, bucket: Bucket) -> Difference | None:
         """Replays the bucket's step on what its inputs hold and compares with the eager twin: every gradient, the step's
         weight and all metrics. None when bit-equal. Forgets gradients and metrics."""

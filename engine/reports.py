@@ -13,7 +13,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch import Tensor
 
+from buffers.arena import arena_table
 from buffers.batching import Batch
 from buffers.shapes import Bucket
 from graphs.timing import StepTime
@@ -70,6 +72,15 @@ class MetricsLog:
     def close(self) -> None:
         """Ends the file."""
         self._file.close()
+
+
+def write_buffers(path: Path, arenas: Iterable[tuple[str, Mapping[str, Tensor]]]) -> None:
+    """The table of all long-lived buffers as text: arena, name, shape, dtype, MiB, address. Views of one arena overlap."""
+    rows = [(r.arena, r.name, r.shape, r.dtype, f"{r.mib:.3f}", r.address) for r in arena_table(arenas)]
+    rows.insert(0, ("arena", "name", "shape", "dtype", "MiB", "address"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    path.write_text("\n".join(lines) + "\n")
 
 
 @dataclass

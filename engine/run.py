@@ -30,7 +30,7 @@ from engine.engine import Engine
 from engine.held_out import HeldOut, open_held_out
 from engine.interrupts import Interrupts
 from engine.optimizer import Schedule
-from engine.reports import BucketCount, MetricsLog, bucket_rows, make_console, print_bucket_table
+from engine.reports import BucketCount, MetricsLog, bucket_rows, make_console, print_bucket_table, write_buffers
 from engine.run_folder import prepare_output
 from engine.run_log import RunLog
 from engine.settings import Settings
@@ -158,6 +158,10 @@ class TrainingRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # The loaders first: they copy to a device whose graphs are about to go.
+        self.inputs.stop()
+        if self.held_out is not None:
+            self.held_out.inputs.stop()
         self._parts.close()
 
     def _assemble(self, parts: ExitStack) -> None:
@@ -213,6 +217,7 @@ class TrainingRun:
 
     def _open_logs(self, parts: ExitStack, *, resumed: bool) -> None:
         (self.folder / "settings.toml").write_text(self.settings.to_toml())
+        write_buffers(self.folder / "buffers.txt", self.inputs.named_buffers() + self.engine.named_buffers())
         self.metrics_file = MetricsLog(self.folder / "metrics.jsonl", resume_step=self.start.step if resumed else 0)
         parts.callback(self.metrics_file.close)
         self.run_log: RunLog = RunLog(

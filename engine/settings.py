@@ -43,7 +43,11 @@ class ModelSettings:
     initializer_range: float = setting(
         0.02, "standard deviation of new weights; 0.02 as in z-lab's config.json", above=0.0
     )
-    init: str = setting("", "folder of a drafter (config.json, model.safetensors) to start from instead of new weights")
+    init: str = setting(
+        "",
+        "folder of a drafter (config.json, model.safetensors) to start from instead of new weights; its config.json wins over "
+        "the sizes given here",
+    )
     attention: Literal["auto", "triton", "flex", "reference"] = setting(
         "auto",
         "triton: kernels made for this mask; flex: compiled flex_attention; reference: plain torch, small-scale only; auto: "

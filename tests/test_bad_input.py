@@ -115,7 +115,7 @@ def half_written_but_listed(data: Path) -> None:
     rewrite_manifest(data, lambda manifest: manifest["shards"][0].update(num_bytes=size))
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (lambda data: data.rename(data.with_name("away")), "expected a dataset with dataset.json in {data}"),
     "no manifest": (
         lambda data: (data / "dataset.json").unlink(),
@@ -198,7 +198,10 @@ def test_a_budget_that_holds_no_row(tmp_path: Path, fails: Fails) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("optimizer.learning_rate=1", "--set: unknown setting optimizer.learning_rate; the nearest is optimizer.lr."),
+        (
+            "optimizer.wight_decay=1",
+            "--set: unknown setting optimizer.wight_decay; the nearest is optimizer.weight_decay.",
+        ),
         ("data.seed=1", "--set: unknown setting data.seed; the nearest is run.seed."),
         ("optimiser.lr=1", "unknown section [optimiser]; the nearest is [optimizer]."),
         ("run.epochs=none", "run.epochs: expected a whole number, at least 1, found 'none'."),

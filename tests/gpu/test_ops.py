@@ -79,10 +79,10 @@ def run(
     grad_dtype: torch.dtype,
 ) -> Results:
     """Outputs and gradients of op(**inputs, **weights), computed in dtype from values that are numbers of `rounded`."""
-    leaves = {name: x.to(rounded).to(dtype).requires_grad_() for name, x in inputs.items()}
+    leaves = {name: x.to(rounded).to(dtype, copy=True).requires_grad_() for name, x in inputs.items()}
     # The gradient arena holds something already: an earlier micro-batch's sum.
     holders = {
-        name: Weight(w.to(rounded).to(dtype).requires_grad_(), torch.full_like(w, 0.25, dtype=grad_dtype))
+        name: Weight(w.to(rounded).to(dtype, copy=True).requires_grad_(), torch.full_like(w, 0.25, dtype=grad_dtype))
         for name, w in weights.items()
     }
     fill_free_memory_with_nan()

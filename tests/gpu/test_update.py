@@ -127,10 +127,10 @@ def test_twenty_training_steps_equal_a_plain_loop_with_torch(built: Built) -> No
         norms.append(torch_step(optimizer, weights, SCHEDULE(step)).item())
     assert max(norms) > 1, "the clip is never reached"
     for name, value in found.items():
-        moved = (weights[name] - initial[name].to(CUDA)).norm()
-        error = (value - weights[name]).norm()
-        assert moved > 0
-        assert error <= 1e-5 * weights[name].norm(), f"{name}: error {error}, moved {moved}"
+        plain = weights[name].detach()
+        moved, error = (plain - initial[name].to(CUDA)).norm(), (value - plain).norm()
+        assert error <= 1e-5 * plain.norm(), f"{name}: error {error}"
+        assert error <= 1e-4 * moved, f"{name}: error {error}, moved {moved}"
     twin.close()
 
 
