@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from engine.assemble import resolve_device
@@ -28,6 +27,7 @@ from engine.export import load_drafter
 from engine.extract import extract_corpus
 from engine.params import initial_parameters
 from engine.plots import plot_run
+from engine.reports import make_console
 from engine.settings import (
     BucketsSettings,
     DataSettings,
@@ -73,14 +73,14 @@ def demo_settings(out: Path, *, steps: int, seed: int, device: str) -> Settings:
 
 
 def run_demo(out: Path, *, steps: int, seed: int, device: str) -> dict[str, Any]:
-    """Writes data/, held-out-data/, run/, drafter/ and demo.png to `out` and returns the demo's figures.
+    """Writes data/, held-out-data/, run/ (the drafter is in run/best) and demo.png to `out` and returns the demo's figures.
 
     Raises ValueError when `out` holds an earlier demo, SettingsError when a GPU is required and absent.
     """
     if (out / "data").exists() or (out / "run").exists():
         raise ValueError(f"{out} holds an earlier demo; remove it or choose another folder with --out")
     began_s = time.perf_counter()
-    console = Console(stderr=True, highlight=False)
+    console = make_console(stderr=True)
     settings = demo_settings(out, steps=steps, seed=seed, device=device)
     torch_device = resolve_device(device)
     target = load_target(EMBEDDED_TARGET, torch_device, torch.float32)
@@ -119,7 +119,7 @@ def run_demo(out: Path, *, steps: int, seed: int, device: str) -> dict[str, Any]
     for name, path in (
         ("drafter", out / "run" / "best"),
         ("metrics", out / "run" / "metrics.jsonl"),
-        ("picture", plot),
+        ("picture", plot or "none: pip install matplotlib"),
     ):
         console.print(f"    {name}: {path}", markup=False, soft_wrap=True)
     return {
@@ -134,7 +134,7 @@ def run_demo(out: Path, *, steps: int, seed: int, device: str) -> dict[str, Any]
         "how": figures["how"],
         "drafter": str(out / "run" / "best"),
         "metrics": str(out / "run" / "metrics.jsonl"),
-        "picture": str(plot),
+        "picture": str(plot) if plot else None,
         "seconds": time.perf_counter() - began_s,
     }
 

@@ -39,7 +39,7 @@ def leave(request: pytest.FixtureRequest) -> Iterator[Callable[[int], None]]:
 
 def test_the_step_is_named_and_a_smaller_engine_can_be_built_afterwards(leave: Callable[[int], None]) -> None:
     made = assemble(medium_config(), [BUCKETS[0], Bucket(4, 2048, 512, 8)])
-    leave(400)
+    leave(500)
     with pytest.raises(CaptureError, match=f"out of GPU memory while warming up train 4x2048x512: .* {REMEDY}"):
         made.engine.build()
     made.engine.close()
@@ -61,12 +61,12 @@ class Hungry:
     def __call__(self) -> Tensor:
         self._calls += 1
         self.number += 1
-        return torch.zeros(2**28 if self._calls == self._at_call else 1, device=CUDA)
+        return torch.zeros(2**29 if self._calls == self._at_call else 1, device=CUDA)
 
 
 @pytest.mark.parametrize(("at_call", "doing"), [(1, "warming up"), (2, "capturing")])
 def test_what_was_being_done_is_named(leave: Callable[[int], None], at_call: int, doing: str) -> None:
-    leave(300)
+    leave(600)
     executor = GraphExecutor(CUDA, warm_ups=1)
     executor.add("eval 8x512x64", Hungry(at_call))
     with pytest.raises(
