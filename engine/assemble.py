@@ -163,7 +163,7 @@ def engine_options(settings: Settings, device: torch.device, precision: str) -> 
         "objective": settings.objective,
         "precision": precision,
         "attention": settings.model.attention,
-        "chunk_rows": settings.model.head_chunk or 2048,
+        "chunk_rows": settings.model.head_chunk,
     }
 
 

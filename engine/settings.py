@@ -53,7 +53,7 @@ class ModelSettings:
         "triton: kernels made for this mask; flex: compiled flex_attention; reference: plain torch, small-scale only; auto: "
         "triton on CUDA, reference on the CPU",
     )
-    head_chunk: int = setting(4096, "rows of logits that exist at a time; 0 lets the engine choose", low=0)
+    head_chunk: int = setting(2048, "rows of logits that exist at a time", low=1)
 
     def __post_init__(self) -> None:
         check_fields(self)

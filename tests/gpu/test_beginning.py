@@ -96,7 +96,7 @@ def test_forward_takes_the_same_memory_at_every_length(beginning: Beginning) -> 
             f"{engine.ops.name}, {length} tokens: peak {peak / 2**20:.1f} MiB, without context {rest[length] / 2**20:.1f}"
         )
     assert max(rest.values()) <= 1.05 * min(rest.values()), rest
-    # Dense attention would need the scores of every query with every key of one head at least.
+    # Dense attention alone would hold every head's scores of all queries with all context keys, in bf16 at best.
     assert max(rest.values()) < 2 * W3.num_attention_heads * BUCKETS[-1].Q * BUCKETS[-1].S
 
 
