@@ -60,13 +60,14 @@ def run(
 
 
 def _workload(name: str, settings: Settings, device: torch.device, repeats: int) -> dict[str, Any]:
-    workload, dtype = WORKLOADS[name], torch.bfloat16 if device.type == "cuda" else torch.float32
+    workload, precision = WORKLOADS[name], resolve_precision(settings.run.precision, device)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     config, bucket = workload.config(), workload.bucket
     if settings.objective.kl_weight > 0:
         raise SettingsError(
             "objective.kl_weight: expected 0 for a named workload, which has no last_hidden; give DATA."
         )
-    options = engine_options(settings, device, "bf16" if dtype == torch.bfloat16 else "fp32")
+    options = engine_options(settings, device, precision)
     inputs = RandomInputs(config, [bucket], device, dtype)
     engine = Engine(
         config,
@@ -160,6 +161,7 @@ def _measure(
         "replay_host_ms": host_ms(lambda: engine.executor.run(name), device, repeats=5),
         "eager_host_ms": host_ms(lambda: engine.executor.call(name), device, repeats=3),
         "tokens_per_s": bucket.B * bucket.S / replay_ms * 1e3,
+        "eager_tokens_per_s": bucket.B * bucket.S / eager_ms * 1e3,
         "tflop": flop / 1e12,
         "tflops": flop / replay_ms / 1e9,
         "held_gib": held,

@@ -8,6 +8,7 @@ size, token id and loss mask and leaves the hidden states on disk; `verify` read
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ class Dataset:
                 f"expected a dataset with {MANIFEST} in {self.path}, found none. Check the path; a folder of shards "
                 "without it was not finished: write it again."
             )
-        self.info = DatasetInfo.from_json(manifest.read_text())
+        self.info = DatasetInfo.from_json(manifest.read_bytes())
         if not self.info.num_samples or not self.info.shards:
             raise ValueError(f"expected at least one sample in {self.path}, found none. Extract or convert some.")
         listed = sum(shard.num_samples for shard in self.info.shards)
@@ -135,7 +136,9 @@ def load_target_tensors(path: str | Path) -> dict[str, Tensor]:
         }
         index = path / "model.safetensors.index.json"
         if index.is_file():
-            weight_map = json.loads(index.read_text())["weight_map"]
+            weight_map = _read_object(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+                raise ValueError(f"expected a weight_map of file names in {index}, found none. Copy the file again.")
             files = {path / weight_map[name] for name in names.values() if name in weight_map}
         else:
             files = {path / "model.safetensors"}
@@ -150,7 +153,7 @@ def load_target_tensors(path: str | Path) -> dict[str, Tensor]:
             stored = set(handle.keys())
             found |= {name: handle.get_tensor(key) for name, key in names.items() if key in stored}
     config = path / "config.json"
-    tied = not config.is_file() or json.loads(config.read_text()).get("tie_word_embeddings", True)
+    tied = not config.is_file() or _read_object(config).get("tie_word_embeddings", True)
     if tied and "embed_tokens.weight" in found:
         found.setdefault("lm_head.weight", found["embed_tokens.weight"])
     missing = [key for name, key in names.items() if name not in found]
@@ -160,6 +163,16 @@ def load_target_tensors(path: str | Path) -> dict[str, Tensor]:
             "checkpoint."
         )
     return found
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected JSON in {file}, found {error}. Copy the file again.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"expected an object in {file}, found {str(values)[:80]!r}. Copy the file again.")
+    return values
 
 
 def _open_shard(folder: Path, shard: ShardInfo, info: DatasetInfo) -> dict[str, Tensor]:

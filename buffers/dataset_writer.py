@@ -62,6 +62,14 @@ class DatasetWriter:
             0,
             (),
         )
+        # What cannot be written at the end is found before the work.
+        try:
+            DatasetInfo.from_json(self._info.to_json())
+        except TypeError as error:
+            raise ValueError(
+                f"expected plain values that JSON has in the manifest, found one that it has not ({error}). Convert it: "
+                "config.to_dict(), int(size)."
+            ) from error
         for found in (MANIFEST, "shard-*.safetensors"):
             if any(self.path.glob(found)):
                 raise ValueError(

@@ -74,15 +74,20 @@ class DatasetInfo:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "DatasetInfo":
-        """Parse a manifest. Raises ValueError for text that is no manifest, naming missing and unknown keys."""
+    def from_json(cls, text: str | bytes) -> "DatasetInfo":
+        """Parse a manifest. Raises ValueError for text that is no manifest, naming missing and unknown keys and values of
+        another type."""
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"expected {MANIFEST} to be JSON, found {error}. Write the dataset again.") from error
         _check_keys(values, {field.name for field in fields(cls)}, MANIFEST)
+        _check_types(values, _MANIFEST_TYPES, MANIFEST)
+        for layer in values["target_layer_ids"]:
+            _check_types({"target_layer_ids": layer}, {"target_layer_ids": (int,)}, MANIFEST)
         for shard in values["shards"]:
             _check_keys(shard, {field.name for field in fields(ShardInfo)}, f"a shard of {MANIFEST}")
+            _check_types(shard, _SHARD_TYPES, f"a shard of {MANIFEST}")
         values["shards"] = tuple(ShardInfo(**shard) for shard in values["shards"])
         values["target_layer_ids"] = tuple(values["target_layer_ids"])
         return cls(**values)
@@ -150,6 +155,46 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+_MANIFEST_TYPES: dict[str, tuple[type, ...]] = {
+    "format_version": (int,),
+    "target_name": (str,),
+    "target_config": (dict,),
+    "hidden_size": (int,),
+    "target_layer_ids": (list,),
+    "vocab_size": (int,),
+    "mask_token_id": (int,),
+    "last_hidden_norm": (str, type(None)),
+    "num_samples": (int,),
+    "shards": (list,),
+}
+_SHARD_TYPES: dict[str, tuple[type, ...]] = {
+    "file": (str,),
+    "num_samples": (int,),
+    "num_tokens": (int,),
+    "num_bytes": (int,),
+    "sha256": (str,),
+}
+_TYPE_NAMES = {
+    int: "a whole number, at least 0",
+    str: "text",
+    dict: "an object",
+    list: "a list",
+    type(None): "null",
+}
+
+
+def _check_types(values: dict[str, Any], types: dict[str, tuple[type, ...]], where: str) -> None:
+    """Raise ValueError for the first value that has none of its types; every number of a manifest is at least 0."""
+    for name, kinds in types.items():
+        value = values[name]
+        # bool is an int in Python, but not in a manifest.
+        if not isinstance(value, kinds) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
+            words = " or ".join(_TYPE_NAMES[kind] for kind in kinds)
+            raise ValueError(
+                f"expected {name} of {where} to be {words}, found {str(value)[:80]!r}. Write the dataset with this version."
+            )
 
 
 def _check_keys(values: object, expected: set[str], where: str) -> None:

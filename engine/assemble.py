@@ -70,14 +70,14 @@ def drafter_config(settings: Settings, info: DatasetInfo) -> DrafterConfig:
         hidden_size=info.hidden_size,
         intermediate_size=model.intermediate_size or _needed(target, "intermediate_size"),
         num_attention_heads=heads,
-        num_key_value_heads=model.num_key_value_heads or int(target.get("num_key_value_heads") or heads),
-        head_dim=model.head_dim or int(target.get("head_dim") or info.hidden_size // heads),
+        num_key_value_heads=model.num_key_value_heads or _needed(target, "num_key_value_heads", heads),
+        head_dim=model.head_dim or _needed(target, "head_dim", info.hidden_size // heads),
         vocab_size=info.vocab_size,
         layer_types=model.types_of_layers,
         sliding_window=model.sliding_window or None,
-        rms_norm_eps=float(target.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=norm_eps(target),
         rope=rope_from_config(target),
-        max_position_embeddings=int(target.get("max_position_embeddings", 32768)),
+        max_position_embeddings=_needed(target, "max_position_embeddings", 32768),
         bos_token_id=target.get("bos_token_id"),
         eos_token_id=_first(target.get("eos_token_id")),
     )
@@ -85,7 +85,26 @@ def drafter_config(settings: Settings, info: DatasetInfo) -> DrafterConfig:
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of a Hugging Face config.json: multimodal targets nest it."""
-    return config.get("text_config") or config
+    inner = config.get("text_config") or config
+    if not isinstance(inner, dict):
+        raise ValueError(
+            f"dataset.json: expected target_config to have an object as text_config, found {inner!r}; write the target's "
+            "config.json there"
+        )
+    return inner
+
+
+def norm_eps(target: dict[str, Any]) -> float:
+    """The target's rms_norm_eps, 1e-6 where its config.json does not say. Raises ValueError when it is no small number."""
+    value = target.get("rms_norm_eps")
+    if value is None:
+        return 1e-6
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(
+            f"dataset.json: expected target_config to have a number from 0 to 1 as rms_norm_eps, found "
+            f"{value!r}; write the target's config.json there"
+        )
+    return float(value)
 
 
 def refuse_unreproduced(target: dict[str, Any]) -> None:
@@ -130,7 +149,7 @@ def frozen_target(settings: Settings, dataset: Dataset) -> FrozenTarget:
                 f"{where}: {name} has shape {tuple(tensor.shape)}, expected {expected} from dataset.json; "
                 "point data.target to the checkpoint that the hidden states were made with"
             )
-    eps = float(text_config(info.target_config).get("rms_norm_eps", 1e-6))
+    eps = norm_eps(text_config(info.target_config))
     return FrozenTarget(embed, head, norm, eps, info.last_hidden_norm)
 
 
@@ -175,7 +194,15 @@ def initial_weights(settings: Settings, config: DrafterConfig) -> dict[str, torc
 
 
 def make_plan(settings: Settings, dataset: Dataset, config: DrafterConfig, device: torch.device) -> Plan:
-    """The buckets for a dataset: planned, or the fixed lengths of the settings with N and B by the same rules."""
+    """The buckets for a dataset: planned, or the fixed lengths of the settings with N and B by the same rules.
+
+    Raises ValueError when no sample has a place for a draft block.
+    """
+    if not dataset.eligible_counts.any():
+        raise ValueError(
+            f"{dataset.path}: expected a sample with two supervised neighbours (loss_mask 1, 1), found none in {len(dataset)} "
+            "samples; set loss_mask to 1 for what the target answered"
+        )
     b = settings.buckets
     return plan_buckets(
         dataset.lengths,
@@ -192,11 +219,13 @@ def make_plan(settings: Settings, dataset: Dataset, config: DrafterConfig, devic
     )
 
 
-def _needed(target: dict[str, Any], key: str) -> int:
+def _needed(target: dict[str, Any], key: str, default: int | None = None) -> int:
     value = target.get(key)
-    if not isinstance(value, int) or value <= 0:
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         # The drafter's own number of layers is another thing than the target's.
-        or_set = "" if key == "num_hidden_layers" else f", or set model.{key}"
+        or_set = "" if key in ("num_hidden_layers", "max_position_embeddings") else f", or set model.{key}"
         raise ValueError(
             f"dataset.json: expected target_config to have {key}, found {value!r}; write the target's config.json there{or_set}"
         )

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from buffers.batching import all_finite
 from engine.drafter_config import DrafterConfig
 from engine.engine import Engine
 from engine.metrics import MetricSums
@@ -54,7 +55,8 @@ class Position:
 
 
 def save_checkpoint(root: Path, engine: Engine, position: Position, *, keep: int) -> Path:
-    """Writes root/step-<step> and removes all but the newest `keep`. Waits for the device. Raises OSError."""
+    """Writes root/step-<step> and removes all but the newest `keep`. Waits for the device. Raises OSError, and
+    ValueError when a weight or moment is not finite."""
     tensors = _training_tensors(engine)
     tensors["consumed"] = torch.tensor(position.consumed, dtype=torch.int64).reshape(-1, 2)
     state = {
@@ -68,7 +70,9 @@ def save_checkpoint(root: Path, engine: Engine, position: Position, *, keep: int
     folder = root / f"step-{position.step:08d}"
 
     def write(into: Path) -> None:
-        _save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, into / TRAINING_FILE)
+        on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        _refuse_nonfinite(folder, on_host)
+        _save(on_host, into / TRAINING_FILE)
         (into / STATE_FILE).write_text(json.dumps(state, indent=1))
 
     for unfinished in root.glob(".step-*"):
@@ -87,8 +91,12 @@ def checkpoints(root: Path) -> list[Path]:
 def saved_config(folder: Path) -> DrafterConfig:
     """The drafter config of a training checkpoint. Raises ValueError when it is damaged."""
     try:
-        return DrafterConfig.from_json(json.loads((folder / STATE_FILE).read_text())["config"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return DrafterConfig.from_json(_read_state(folder)["config"])
+    except (KeyError, TypeError) as error:
+        raise _damaged(folder, error) from error
+    except ValueError as error:
+        if str(error).startswith(str(folder)):
+            raise
         raise _damaged(folder, error) from error
 
 
@@ -116,16 +124,17 @@ def load_checkpoint(folder: Path, engine: Engine) -> Position:
     for another drafter."""
     check_config(folder, engine.config)
     found = _read_tensors(folder)
+    state = _read_state(folder)
     try:
-        state = json.loads((folder / STATE_FILE).read_text())
+        data = DataSize(**{name: _count(value) for name, value in dict(state["data"]).items()})
         position = Position(
-            int(state["step"]),
-            int(state["epoch"]),
-            tuple(map(tuple, found.pop("consumed").tolist())),
-            DataSize(**state["data"]),
+            _count(state["step"]),
+            _count(state["epoch"]),
+            _consumed(found.pop("consumed"), data.num_samples),
+            data,
             None if state["logged"] is None else MetricSums(**state["logged"]),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise _damaged(folder, error) from error
     expected = _training_tensors(engine)
     wrong = [name for name in expected if name not in found or found[name].shape != expected[name].shape]
@@ -142,11 +151,12 @@ def save_drafter(
     folder: Path, config: DrafterConfig, weights: dict[str, Tensor], beside: dict[str, Any] | None = None
 ) -> None:
     """A drafter as servers load it: config.json and model.safetensors in bf16 under z-lab's names. Replaces `folder` and
-    all in it. beside: file name -> what it holds as JSON. Raises OSError."""
+    all in it. beside: file name -> what it holds as JSON. Raises OSError, and ValueError for weights that are not finite."""
 
     def write(into: Path) -> None:
         # To the host first: a conversion on the device would allocate there, in the middle of training.
         tensors = {name: tensor.detach().cpu().to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
+        _refuse_nonfinite(folder, tensors)
         _save(tensors, into / WEIGHTS_FILE)
         (into / CONFIG_FILE).write_text(json.dumps(config.to_json() | {"dtype": "bfloat16"}, indent=2) + "\n")
         for name, content in (beside or {}).items():
@@ -158,10 +168,15 @@ def save_drafter(
 def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """write(temporary folder), flush to disk, then rename: whoever looks finds the old content or the new, never a part."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    restore_folder(folder)
     temporary = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    write(temporary)
+    try:
+        write(temporary)
+    except Exception:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     for path in (*temporary.iterdir(), temporary):
         _flush(path)
     old = folder.with_name(f".{folder.name}.old")
@@ -171,6 +186,13 @@ def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
     temporary.rename(folder)
     _flush(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_folder(folder: Path) -> None:
+    """Undoes half a publish_folder: where a process died between its two renames, the old content is put back."""
+    old = folder.with_name(f".{folder.name}.old")
+    if old.is_dir() and not folder.exists():
+        old.rename(folder)
 
 
 def _training_tensors(engine: Engine) -> dict[str, Tensor]:
@@ -194,6 +216,39 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
     except SafetensorError as error:
         # A full disk, for one: what a user can mend, as other failures to write are.
         raise OSError(f"could not write {file}: {error}") from error
+
+
+def _refuse_nonfinite(where: Path, tensors: dict[str, Tensor]) -> None:
+    wrong = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not all_finite(tensor)]
+    if wrong:
+        raise ValueError(
+            f"{where}: expected finite weights, found NaN or infinity in {wrong[0]} and {len(wrong) - 1} more; nothing was "
+            "written. Lower optimizer.lr, or go on from an earlier checkpoint"
+        )
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((folder / STATE_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(folder, error) from error
+    if not isinstance(state, dict) or state.get("format_version") != 1:
+        raise _damaged(folder, f"no {STATE_FILE} of format version 1")
+    return state
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} where a count belongs")
+    return value
+
+
+def _consumed(tensor: Tensor, num_samples: int) -> tuple[tuple[int, int], ...]:
+    if tensor.dtype != torch.int64 or tensor.dim() != 2 or tensor.shape[1] != 2:
+        raise ValueError(f"consumed as {tensor.dtype}{list(tensor.shape)}")
+    if len(tensor) and (int(tensor.min()) < 0 or int(tensor[:, 0].max()) >= num_samples):
+        raise ValueError("consumed rows of samples that there are not")
+    return tuple((sample, piece) for sample, piece in tensor.tolist())
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -4,7 +4,9 @@ What a command does is imported inside the command, so that `--help` never waits
 work print for people and return their figures as a plain dictionary; `--json` prints that as the last line of stdout.
 """
 
+import itertools
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +35,16 @@ set_option = click.option(
 
 def echo_json(figures: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(figures))
+        click.echo(json.dumps(_without_nan(figures)))
+
+
+def _without_nan(value: Any) -> Any:
+    """The same with null for numbers that are not finite: JSON has no word for them."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -53,9 +64,7 @@ def cli(traceback: bool) -> None:
     "--out",
     metavar="FOLDER",
     type=click.Path(path_type=Path, file_okay=False),
-    default=Path("runs/demo"),
-    show_default=True,
-    help="Where the dataset, the drafter, metrics.jsonl and the picture go.",
+    help="Where the dataset, the drafter, metrics.jsonl and the picture go; left out, runs/demo or the next free one.",
 )
 @click.option("--steps", type=click.IntRange(min=0), default=0, help="Optimizer steps; 0 takes the demo's own number.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights and order.")
@@ -67,15 +76,24 @@ def cli(traceback: bool) -> None:
     help="auto takes CUDA if there is a device; cuda refuses to start without one.",
 )
 @json_option
-def demo(out: Path, steps: int, seed: int, device: str, as_json: bool) -> None:
+def demo(out: Path | None, steps: int, seed: int, device: str, as_json: bool) -> None:
     """The whole way on this machine, in minutes.
 
     Captures the embedded target's hidden states over Python's standard library, plans buckets, trains a drafter, and
-    decodes held-out files with it, before and after training.
+    decodes held-out files with it, before and after training. Exits with 1 when the text is not the target's own.
     """
     from engine.demo import run_demo
 
-    echo_json(run_demo(out, steps=steps, seed=seed, device=device), as_json)
+    figures = run_demo(out or _free_folder(Path("runs/demo")), steps=steps, seed=seed, device=device)
+    echo_json(figures, as_json)
+    if figures.get("differing_tokens"):
+        click.get_current_context().exit(1)
+
+
+def _free_folder(wanted: Path) -> Path:
+    """The folder, or with a number behind it the first that does not exist."""
+    names = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([wanted], names) if not folder.exists())
 
 
 @cli.command()
@@ -221,7 +239,9 @@ def _message(error: Exception) -> str | None:
 
         if isinstance(error, CaptureError):
             return str(error)
-        if isinstance(error, OutOfMemoryError):
+        # The CPU's allocator has no type of its own for a full memory.
+        full = ("can't allocate memory", "Storage size calculation overflowed")
+        if isinstance(error, OutOfMemoryError) or any(words in str(error) for words in full):
             return (
                 f"{str(error).splitlines()[0]} Lower buckets.token_budget, buckets.num_anchors or model.head_chunk, or free "
                 "memory that other processes hold."

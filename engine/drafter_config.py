@@ -86,6 +86,8 @@ class DrafterConfig:
     @classmethod
     def from_json(cls, config: Mapping[str, object]) -> "DrafterConfig":
         """Read the object of a config.json. `dflash_config` wins over the top level (SGLang). Raises ValueError."""
+        if not isinstance(config, Mapping):
+            raise ValueError(f"config.json: expected an object, found {config!r}. Correct the drafter's config.json.")
         inner = config.get("dflash_config") or {}
         if not isinstance(inner, Mapping):
             raise ValueError(f"dflash_config: expected an object, found {inner!r}. Correct the drafter's config.json.")
@@ -113,7 +115,7 @@ class DrafterConfig:
             intermediate_size=_integer(config, "intermediate_size"),
             num_attention_heads=heads,
             num_key_value_heads=_integer(config, "num_key_value_heads", heads),
-            head_dim=_integer(config, "head_dim", hidden_size // heads),
+            head_dim=_integer(config, "head_dim", hidden_size // max(heads, 1)),
             vocab_size=_integer(config, "vocab_size"),
             layer_types=layer_types,
             sliding_window=window,
@@ -174,7 +176,7 @@ def load_drafter_config(directory: str | Path) -> DrafterConfig:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"drafter config: expected JSON in {path}, found {error}. Copy the file again.") from error
     return DrafterConfig.from_json(config)
 
@@ -201,7 +203,7 @@ def _integer(config: Mapping[str, object], name: str, default: int | None = None
     value = config.get(name)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**63:
         raise ValueError(f"{name}: expected an integer, found {value!r}. Correct the drafter's config.json.")
     return value
 
@@ -283,9 +285,9 @@ def _check(config: DrafterConfig) -> None:
         "head_dim",
         "vocab_size",
     ):
-        if getattr(config, name) < 1:
+        if not 1 <= getattr(config, name) < 2**31:
             raise ValueError(
-                f"{name}: expected a positive integer, found {getattr(config, name)}. Correct the drafter's settings."
+                f"{name}: expected a positive integer below 2**31, found {getattr(config, name)}. Correct the drafter's settings."
             )
     if config.block_size < 2:
         raise ValueError(

@@ -164,8 +164,16 @@ class Engine:
             flat |= {"master": p.master, "exp_avg": p.exp_avg, "exp_avg_sq": p.exp_avg_sq}
         target = {"embed_tokens": self.embed_tokens, "lm_head": self.head.weight}
         tables = {"rope cos": self.drafter.cos_PE, "rope sin": self.drafter.sin_PE}
-        sums = {"sums": self.metrics.sums, "slots": self.metrics.slots}
-        return [("parameters", flat), ("target", target), ("tables", tables), ("metrics", sums)]
+        sums = {
+            f"{name} {part}": tensor
+            for name, metrics in (("training", self.metrics), ("held-out", self.eval_metrics))
+            for part, tensor in (("sums", metrics.sums), ("slots", metrics.slots))
+        }
+        scalars = {name: getattr(self.objective, name) for name in ("ce_weight", "kl_weight", "gamma")}
+        if self.optimizer is not None:
+            scalars |= self.optimizer.scalars()
+        arenas = {"parameters": flat, "target": target, "tables": tables, "metrics": sums, "scalars": scalars}
+        return list(arenas.items())
 
     def verify(self, bucket: Bucket) -> Difference | None:
         """Replays the bucket's step on what its inputs hold and compares with the eager twin: every gradient, the step's

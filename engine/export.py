@@ -55,6 +55,10 @@ def export_drafter(source: Path, out: Path) -> dict[str, Any]:
     if out.exists() and any(out.iterdir()):
         holds = "a model already" if (out / WEIGHTS_FILE).exists() else "something already"
         raise ValueError(f"{out}: expected a new or empty folder, found that it holds {holds}; choose another folder")
+    # Not ours to clear away: they bear the names that the writing uses.
+    for beside in (out.with_name(f".{out.name}.writing"), out.with_name(f".{out.name}.old")):
+        if beside.exists():
+            raise ValueError(f"{out}: expected no {beside.name} beside it, found one; remove it or choose another name")
     chosen = _choose(source)
     if (chosen / TRAINING_FILE).is_file():
         config, weights = saved_config(chosen), saved_weights(chosen)

@@ -11,8 +11,9 @@ from buffers.batching import BatchPlan
 from buffers.dataset import Dataset
 from buffers.shapes import Bucket
 from buffers.staging import InputPipeline
-from engine.checkpoint import save_drafter
+from engine.checkpoint import restore_folder, save_drafter
 from engine.engine import Engine
+from engine.reports import without_nan
 from engine.settings import Settings
 
 BEST_FILE = "best.json"
@@ -55,9 +56,17 @@ class HeldOut:
         self._folder = folder / "best"
 
     def go_on(self) -> None:
-        """Takes up the best of the run that is continued."""
+        """Takes up the best of the run that is continued. Raises ValueError when best.json is damaged."""
+        restore_folder(self._folder)
         file = self._folder / BEST_FILE
-        self.best = float(json.loads(file.read_text())["eval_accept_len"]) if file.is_file() else None
+        self.best = None
+        if file.is_file():
+            try:
+                self.best = float(json.loads(file.read_bytes())["eval_accept_len"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{file}: expected the best evaluation, found a damaged one ({error}); remove {self._folder} to go on"
+                ) from error
 
     def evaluate(self, engine: Engine, step: int) -> dict[str, Any]:
         """Loss and acceptance on the held-out samples; the best drafter so far, by accepted length, goes to best/. Waits
@@ -71,5 +80,5 @@ class HeldOut:
         record |= {f"eval_{key}": means[key] for key in ("loss", "accuracy", "accept_len", "accuracy_per_slot")}
         if self.best is None or means["accept_len"] > self.best:
             self.best = means["accept_len"]
-            save_drafter(self._folder, engine.config, engine.params.state(), {BEST_FILE: record})
+            save_drafter(self._folder, engine.config, engine.params.state(), {BEST_FILE: without_nan(record)})
         return record

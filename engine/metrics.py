@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,10 +100,11 @@ class MetricSums:
         )
 
     def means(self) -> dict[str, Any]:
-        """loss, ce, kl per unit of weight; accuracy over supervised slots and per slot; accept_len per kept block and
-        tokens_per_verification = accept_len + 1 (the bonus token); useful tokens and the share of padding."""
+        """loss, ce, kl per unit of weight, NaN where there was none; accuracy over supervised slots and per slot; accept_len
+        per kept block and tokens_per_verification = accept_len + 1 (the bonus token); useful tokens and the share of
+        padding."""
         s = self.sums
-        per_weight = {name: _ratio(s[name], s["weight"]) for name in ("loss", "ce", "kl")}
+        per_weight = {name: s[name] / s["weight"] if s["weight"] else math.nan for name in ("loss", "ce", "kl")}
         accept_len = _ratio(s["accepted"], s["blocks"])
         return per_weight | {
             "accuracy": _ratio(sum(self.correct), sum(self.supervised)),

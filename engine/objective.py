@@ -119,8 +119,8 @@ def block_loss(
 
     dh = None
     if rows.dh is not None:
-        dh_rows = rows.dh.view(B, N, slots, D)
-        dh = torch.where(weight[..., None] > 0, dh_rows * weight[..., None].to(dh_rows.dtype), 0.0)
+        # In place, and by the fp32 weight: rounded to bf16 the decay would be off by up to 0.3 %.
+        dh = rows.dh.view(B, N, slots, D).mul_(weight[..., None]).masked_fill_(weight[..., None] == 0, 0.0)
     return BlockSums(
         loss=weighted(row_loss),
         weight=total_weight.double(),

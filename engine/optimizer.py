@@ -81,6 +81,22 @@ class AdamW:
         self._ops.adamw(self._arenas, self._scalars)
         self.denominator.zero_()
 
+    def scalars(self) -> dict[str, Tensor]:
+        """The device values by which the update is steered, by name; views."""
+        names = (
+            "lr",
+            "weight_decay",
+            "clip_norm",
+            "beta1",
+            "beta2",
+            "eps",
+            "denominator",
+            "step",
+            "skipped",
+            "grad_norm",
+        )
+        return {name: getattr(self, name) for name in names} | {"kernel scalars": self._scalars}
+
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint needs besides the masters; views."""
         return {

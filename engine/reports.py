@@ -46,12 +46,13 @@ class MetricsLog:
         """Lines of steps after resume_step belong to work that will be done again: they are dropped."""
         self.kept: list[dict[str, Any]] = []
         if resume_step and path.is_file():
-            for line in path.read_text().splitlines():
+            for line in path.read_bytes().splitlines():
                 try:
                     record = json.loads(line)
-                except json.JSONDecodeError:
+                except ValueError:
                     continue  # the line that was being written when the run died
-                if record.get("step", 0) <= resume_step:
+                step = record.get("step", 0) if isinstance(record, dict) else None
+                if isinstance(step, int) and step <= resume_step:
                     self.kept.append(record)
         # The old lines stay until the new file is whole.
         temporary = path.with_name(f".{path.name}.writing")
@@ -65,13 +66,17 @@ class MetricsLog:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends one record. A number that is not finite becomes null: JSON has no word for it."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._file.write(json.dumps(finite) + "\n")
+        self._file.write(json.dumps(without_nan(record)) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Ends the file."""
         self._file.close()
+
+
+def without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with null for numbers that are not finite."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def write_buffers(path: Path, arenas: Iterable[tuple[str, Mapping[str, Tensor]]]) -> None:
@@ -125,7 +130,7 @@ def print_bucket_table(rows: Iterable[Mapping[str, Any]], console: Console) -> N
     print_table(
         console,
         "buckets (rows x tokens x blocks)",
-        ("bucket", "step", "batches", "useful tokens/s", "padding", "device ms", "host ms"),
+        ("bucket", "step", "batches", "useful tokens/device s", "padding", "device ms", "host ms"),
         (
             (
                 r["bucket"],

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,7 +32,7 @@ from engine.held_out import HeldOut, open_held_out
 from engine.interrupts import Interrupts
 from engine.optimizer import Schedule
 from engine.reports import BucketCount, MetricsLog, bucket_rows, make_console, print_bucket_table, write_buffers
-from engine.run_folder import prepare_output
+from engine.run_folder import alone_in, prepare_output
 from engine.run_log import RunLog
 from engine.settings import Settings
 from graphs.executor import CaptureError
@@ -49,6 +50,7 @@ class TrainingRun:
         with ExitStack() as parts:
             self._assemble(parts)
             saved = prepare_output(self.folder, resume=resume)
+            parts.enter_context(alone_in(self.folder))
             if saved is not None:
                 check_config(saved, self.engine.config)
             self._say_plan()
@@ -124,6 +126,11 @@ class TrainingRun:
         if self.run_log.step < step:
             self.log()
         self.run_log.write()
+        if step and not int(engine.optimizer.step):
+            raise ValueError(
+                f"{self.folder}: expected a step that learned, found all {step} skipped (no finite gradient, or no supervised "
+                "token in a batch); lower optimizer.lr, check data.target and the dataset, and train into another run.output"
+            )
         counters = Counters.read(engine.device) - self._counters
         if self._evaluation.get("step") != step:
             self.evaluate()
@@ -132,6 +139,7 @@ class TrainingRun:
         rows = bucket_rows(engine.buckets, self.counts, engine.executor.times.read(wait=True), engine.executor.how)
         print_bucket_table(rows, self.console)
         skipped = sorted(set(self.inputs.skipped))
+        self._write_left_out(skipped)
         if skipped:
             self._say(f"{len(skipped)} samples with NaN or infinity were left out: {_first_few(skipped)}")
         return {
@@ -158,6 +166,11 @@ class TrainingRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, ValueError | OSError) and self.progress.step > max(self._saved_step, self.start.step):
+            # What came to grief is data or a disk; the steps before it are whole.
+            with suppress(OSError, ValueError):
+                self.save()
+                self._say(f"checkpoint of step {self.progress.step} saved before the error below")
         # The loaders first: they copy to a device whose graphs are about to go.
         self.inputs.stop()
         if self.held_out is not None:
@@ -217,13 +230,27 @@ class TrainingRun:
 
     def _open_logs(self, parts: ExitStack, *, resumed: bool) -> None:
         (self.folder / "settings.toml").write_text(self.settings.to_toml())
-        write_buffers(self.folder / "buffers.txt", self.inputs.named_buffers() + self.engine.named_buffers())
+        held_out = self.held_out.inputs.named_buffers() if self.held_out is not None else []
+        held_out = [(f"held-out {name}", tensors) for name, tensors in held_out]
+        write_buffers(self.folder / "buffers.txt", self.inputs.named_buffers() + held_out + self.engine.named_buffers())
         self.metrics_file = MetricsLog(self.folder / "metrics.jsonl", resume_step=self.start.step if resumed else 0)
         parts.callback(self.metrics_file.close)
         self.run_log: RunLog = RunLog(
             self.engine, self.metrics_file, self._say, logged=self.start.logged, total_steps=self.total_steps
         )
         self._evaluation = self.metrics_file.last("eval_loss")
+        self._write_left_out([])
+
+    def _write_left_out(self, not_finite: Sequence[int]) -> None:
+        """left_out.json: every sample that is too long ([id, tokens]) or not finite (id), and what was done with it."""
+        held_out = self.held_out.too_long if self.held_out is not None else []
+        record = {
+            "too_long": self.settings.data.too_long,
+            "training": self.batch_plan.too_long,
+            "held_out": held_out,
+            "not_finite": list(not_finite),
+        }
+        (self.folder / "left_out.json").write_text(json.dumps(record) + "\n")
 
     def _verify(self) -> None:
         """Every bucket's replay against its eager twin, on the first real batch of the bucket."""

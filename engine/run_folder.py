@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from engine.checkpoint import checkpoints
@@ -30,3 +34,22 @@ def prepare_output(folder: Path, *, resume: bool) -> Path | None:
             f"run.output: expected a folder that can be written to, found {folder} ({error.strerror}); choose another"
         ) from error
     return saved[-1] if saved else None
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Holds `folder` for this run; the system lets go of it when the process ends, however it ends. Raises SettingsError
+    when another run is at work there. Where a file system has no locks, nothing is held."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SettingsError(
+                f"run.output: another run is writing to {folder}; wait for its end, or choose another folder"
+            ) from error
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(handle)

@@ -53,7 +53,12 @@ class ModelSettings:
         "triton: kernels made for this mask; flex: compiled flex_attention; reference: plain torch, small-scale only; auto: "
         "triton on CUDA, reference on the CPU",
     )
-    head_chunk: int = setting(2048, "rows of logits that exist at a time", low=1)
+    head_chunk: int = setting(
+        2048,
+        "rows of logits that exist at a time; with soft labels the target's exist beside them, for all context positions of "
+        "a batch if these are fewer than its draft positions",
+        low=1,
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -215,6 +220,8 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not self.output:
+            raise SettingsError("run.output: expected a folder, found nothing. Name one; . is the current folder.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,8 +247,11 @@ class Settings:
         lines = []
         for section, fields in self.to_dict().items():
             lines.append(f"[{section}]")
-            # JSON's text, numbers and flat lists are TOML's too.
-            lines.extend(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in fields.items())
+            # JSON's text, numbers and flat lists are TOML's too, but for DEL, which TOML wants escaped.
+            lines.extend(
+                f"{key} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
+                for key, value in fields.items()
+            )
             lines.append("")
         return "\n".join(lines)
 

@@ -104,11 +104,22 @@ def _fits(value: Any, kind: Any, limits: Limits) -> bool:
         inner = typing.get_args(kind)[0]
         return isinstance(value, tuple) and all(_fits(item, inner, limits) for item in value)
     if kind is str:
-        return isinstance(value, str)
+        return isinstance(value, str) and _is_plain(value)
     # bool is an int in Python; in a settings file it is a mistake.
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
         return False
+    if isinstance(value, int) and value >= 2**63:  # numpy and torch count in int64
+        return False
     return limits.hold(value)
+
+
+def _is_plain(text: str) -> bool:
+    """Whether settings.toml and a path can hold the text: no NUL, nothing that UTF-8 cannot say."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
 
 
 def from_toml(value: Any, kind: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,7 +18,9 @@ def host_sync_is_an_error(active: bool = True) -> Iterator[None]:
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
@@ -25,20 +29,43 @@ def host_sync_is_an_error(active: bool = True) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Counters:
-    """device_allocations: requests to torch's caching allocator. compilations: graphs that torch.compile made."""
+    """device_allocations: requests to torch's caching allocator. compilations: graphs that torch.compile made, and Triton
+    kernels made ready for a new combination of types and constants, from disk or anew."""
 
     device_allocations: int
     compilations: int
 
     @staticmethod
     def read(device: torch.device) -> Counters:
-        """The counts since the process started; subtract two readings."""
+        """The counts since this module was imported; subtract two readings."""
         allocations = 0
         if device.type == "cuda":
             allocations = torch.cuda.memory_stats(device).get("allocation.all.allocated", 0)
         from torch._dynamo.utils import counters
 
-        return Counters(allocations, int(counters["stats"].get("unique_graphs", 0)))
+        return Counters(allocations, int(counters["stats"].get("unique_graphs", 0)) + _triton_kernels)
 
     def __sub__(self, earlier: Counters) -> Counters:
         return Counters(self.device_allocations - earlier.device_allocations, self.compilations - earlier.compilations)
+
+
+_triton_kernels = 0
+
+
+def _count_triton_kernels() -> None:
+    """Hooks into Triton's compilation, before whatever hook is there already. Without Triton there is nothing to count."""
+    try:
+        import triton
+    except ImportError:
+        return
+    earlier = triton.knobs.runtime.jit_post_compile_hook
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        global _triton_kernels
+        _triton_kernels += 1
+        return earlier(*args, **kwargs) if earlier is not None else None
+
+    triton.knobs.runtime.jit_post_compile_hook = count
+
+
+_count_triton_kernels()

@@ -443,3 +443,46 @@ def test_other_faults_keep_their_traceback(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("engine.engine.forward_backward", broken)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         main(commands_on(data, tmp_path)["train"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config": [1]}, "expected target_config to have an object as text_config, found [1]"),
+        ({"rms_norm_eps": "1e-6"}, "a number from 0 to 1 as rms_norm_eps, found '1e-6'"),
+        ({"rms_norm_eps": float("nan")}, "a number from 0 to 1 as rms_norm_eps, found nan"),
+        ({"num_key_value_heads": [1]}, "to have num_key_value_heads, found [1]"),
+        ({"head_dim": float("inf")}, "to have head_dim, found inf"),
+        ({"num_attention_heads": True}, "to have num_attention_heads, found True"),
+        ({"max_position_embeddings": {}}, "to have max_position_embeddings, found {}"),
+        ({"intermediate_size": 10**30}, "intermediate_size: expected a positive integer below 2**31, found 1000"),
+    ],
+)
+def test_a_targets_config_with_wrong_values(
+    changes: dict[str, Any], message: str, tmp_path: Path, fails: Fails
+) -> None:
+    data = training_dataset(tmp_path / "data", FEW, target_config=TARGET_CONFIG | changes)
+    for command in ("plan", "train"):
+        assert message in fails(commands_on(data, tmp_path)[command])
+
+
+def test_a_targets_config_with_nulls_has_the_defaults(tmp_path: Path) -> None:
+    nulls = {"rms_norm_eps": None, "max_position_embeddings": None, "num_key_value_heads": None, "head_dim": None}
+    data = training_dataset(tmp_path / "data", FEW, target_config=TARGET_CONFIG | nulls)
+    assert main(["plan", str(data), *options()]) == 0
+
+
+@pytest.mark.parametrize("command", ["plan", "train", "eval", "bench"])
+def test_a_dataset_without_a_place_for_a_block(command: str, tmp_path: Path, fails: Fails) -> None:
+    data = training_dataset(tmp_path / "data", FEW)
+    tiny_drafter(tmp_path / "drafter")
+    change_tensor("loss_mask", lambda mask: torch.arange(len(mask), dtype=torch.uint8) % 2)(data)
+    line = fails(commands_on(data, tmp_path)[command])
+    assert f"{data}: expected a sample with two supervised neighbours (loss_mask 1, 1), found none in 3 samples" in line
+
+
+def test_more_memory_than_there_is(tmp_path: Path, fails: Fails) -> None:
+    data = training_dataset(tmp_path / "data", FEW)
+    args = commands_on(data, tmp_path)["train"]
+    line = fails([*args, "--set", "model.intermediate_size=2000000000", "--set", "model.head_dim=2000000000"])
+    assert "Lower buckets.token_budget" in line

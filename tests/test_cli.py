@@ -133,6 +133,12 @@ def test_exit_codes(
     assert captured.err.startswith(line) and captured.err.count("\n") == 1
 
 
+def test_json_has_no_nan(replace: Replace, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"loss": float("nan"), "final": {"loss": [float("inf"), 1.5]}}
+    assert main([*replace("train", lambda *args, **kwargs: figures), "--json"]) == 0
+    assert capsys.readouterr().out == '{"loss": null, "final": {"loss": [null, 1.5]}}\n'
+
+
 def test_faults_of_ours_keep_their_traceback(replace: Replace) -> None:
     with pytest.raises(KeyError):
         main(replace("train", failing(KeyError("x"))))

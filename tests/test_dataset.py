@@ -138,6 +138,8 @@ def test_samples_that_do_not_fit_the_dataset_are_refused(
         ({"target_layer_ids": ()}, "expected target_layer_ids and a positive hidden_size"),
         ({"last_hidden_norm": "maybe"}, "expected last_hidden_norm to be pre, post or null, found 'maybe'"),
         ({"shard_tokens": 0}, "expected a positive shard_tokens, found 0"),
+        ({"target_config": {"dtype": torch.bfloat16}}, "expected plain values that JSON has .*Object of type dtype"),
+        ({"hidden_size": 8.0}, "expected hidden_size of dataset.json to be a whole number"),
     ],
 )
 def test_a_manifest_that_makes_no_sense_is_refused_before_anything_is_written(
@@ -200,6 +202,28 @@ def set_manifest(**changes: Any) -> Callable[[Path], None]:
         (set_manifest(format_version=2), "expected dataset format version 1, found 2"),
         (set_manifest(colour="red"), "found none missing and colour unknown"),
         (set_manifest(num_samples=0), "expected at least one sample in .*, found none"),
+        (set_manifest(hidden_size="8"), "expected hidden_size of dataset.json to be a whole number.*, found '8'"),
+        (set_manifest(hidden_size=None), "expected hidden_size of .* to be a whole number, at least 0, found 'None'"),
+        (set_manifest(vocab_size=True), "expected vocab_size of dataset.json to be a whole number.*, found 'True'"),
+        (set_manifest(mask_token_id=2.5), "expected mask_token_id of .* to be a whole number.*, found '2.5'"),
+        (set_manifest(target_config=[]), r"expected target_config of .* to be an object, found '\[\]'"),
+        (set_manifest(target_layer_ids=4), "expected target_layer_ids of dataset.json to be a list, found '4'"),
+        (set_manifest(target_layer_ids=[1, "3", 4]), "expected target_layer_ids of .* a whole number.*, found '3'"),
+        (set_manifest(shards=None), "expected shards of dataset.json to be a list, found 'None'"),
+        (set_manifest(last_hidden_norm=1), "expected last_hidden_norm of .* to be text or null, found '1'"),
+        (
+            lambda path: rewrite_manifest(path, lambda values: values["shards"][0].update(file=7)),
+            "expected file of a shard of dataset.json to be text, found '7'",
+        ),
+        (
+            lambda path: rewrite_manifest(path, lambda values: values["shards"][0].update(num_samples=-3)),
+            "expected num_samples of a shard of dataset.json to be a whole number, at least 0, found '-3'",
+        ),
+        (lambda path: (path / "dataset.json").write_text("[" * 100_000), r"expected dataset\.json to be JSON, found"),
+        (
+            lambda path: (path / "dataset.json").write_bytes(b'{"a": "\xff"}'),
+            r"expected dataset\.json to be JSON, found",
+        ),
         (set_manifest(num_samples=8), "to add up to 8 samples, found 7"),
         (lambda path: first_shard(path).unlink(), r"expected shard .*shard-00000\.safetensors, found no such file"),
         (cut_short, r"expected \d+ bytes in .*shard-00000\.safetensors, found \d+: truncated or half-written"),
@@ -330,4 +354,26 @@ def test_a_missing_head_is_named_unless_it_is_tied(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected the target's tensors in .*model\.safetensors, found no such file"):
+        load_target_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("model.safetensors.index.json", "{", "expected JSON in .*index.json, found .* Copy the file again"),
+        ("model.safetensors.index.json", "{}", "expected a weight_map of file names in .*index.json, found none"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"lm_head.weight": 3}}',
+            "expected a weight_map of file names",
+        ),
+        ("config.json", "[]", r"expected an object in .*config.json, found '\[\]'. Copy the file again"),
+    ],
+)
+def test_a_damaged_file_beside_the_targets_tensors_is_named(tmp_path: Path, file: str, text: str, message: str) -> None:
+    embed, head, norm = target_tensors().values()
+    names = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")
+    save_file(dict(zip(names, (embed, head, norm), strict=True)), str(tmp_path / "model.safetensors"))
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=message):
         load_target_tensors(tmp_path)

@@ -66,7 +66,7 @@ def test_the_whole_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert row.keys() >= expected
 
     drafter = Path(figures["drafter"])
-    assert len(load_file(drafter / "model.safetensors")) == 2 * 11 + 3
+    assert len(load_file(drafter / "model.safetensors")) == 11 + 3
     assert json.loads((drafter / "config.json").read_text())["block_size"] == 8
     records = [json.loads(line) for line in Path(figures["metrics"]).read_text().splitlines()]
     assert records[-1]["eval_accept_len"] == figures["eval_accept_len"]

@@ -87,6 +87,8 @@ def test_layer_types_from_older_spellings() -> None:
         ({"dflash_config": {"mask_token_id": 1}}, "target_layer_ids: expected a list"),
         ({"hidden_size": None}, "hidden_size: expected an integer, found None"),
         ({"block_size": 1}, "block_size: expected at least 2"),
+        ({"num_attention_heads": 0, "head_dim": None}, "head_dim|num_attention_heads: expected a positive integer"),
+        ({"block_size": 10**30}, "block_size: expected an integer, found 1000"),
         ({"num_key_value_heads": 3}, "num_attention_heads: expected a multiple of num_key_value_heads 3"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
@@ -101,6 +103,13 @@ def test_refusals(change: dict[str, object], message: str) -> None:
 
 def test_missing_config_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="drafter config: expected the file .*config.json, found none"):
+        load_drafter_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "3", '"x"', "[" * 100_000])
+def test_a_config_that_is_no_object(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="expected (an object, found|JSON in)"):
         load_drafter_config(tmp_path)
 
 

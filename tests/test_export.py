@@ -182,3 +182,21 @@ def test_a_damaged_drafter(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected JSON in .*config.json, found .* Copy the file again"):
         export_drafter(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
+    config = small_config()
+    weights = random_weights(config)
+    weights["norm.weight"][3] = float("nan")
+    with pytest.raises(ValueError, match="expected finite weights, found NaN or infinity in norm.weight and 0 more"):
+        save_drafter(tmp_path / "drafter", config, weights)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", [".model.old", ".model.writing"])
+def test_a_folder_with_a_name_that_the_writing_uses_stays(run_folder: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match=f"expected no {name} beside it, found one"):
+        export_drafter(run_folder, tmp_path / "model")
+    assert (tmp_path / name / "thesis.txt").is_file()

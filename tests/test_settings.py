@@ -50,6 +50,7 @@ def test_lists_are_read_from_lists_and_from_text(tmp_path: Path) -> None:
 
 def test_toml_comes_back_equal(tmp_path: Path) -> None:
     changes = ["buckets.lengths=128,256", 'data.path=C:\\d "q" é\t.', "optimizer.eps=1e-12", "model.layer_types=full"]
+    changes.append("run.output=a\x7fb\n")
     settings = load_settings(None, changes)
     assert settings != Settings()
     assert load_settings(written(tmp_path, settings.to_toml())) == settings
@@ -131,3 +132,18 @@ def test_layer_types_for_each_layer() -> None:
 def test_gamma_follows_the_paper(block_size: int, gamma: float) -> None:
     assert math.isclose(ObjectiveSettings().gamma_for(block_size), gamma)
     assert ObjectiveSettings(gamma=2.5).gamma_for(block_size) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("run.output=", "run.output: expected a folder, found nothing"),
+        ("run.output=a\0b", "run.output: expected text, found"),
+        ("data.path=\ud800", "data.path: expected text, found"),
+        ("run.seed=18446744073709551616", "run.seed: expected a whole number, at least 0, found 18446744073709551616"),
+        ("buckets.lengths=128,99999999999999999999", "buckets.lengths: expected a list of whole numbers"),
+    ],
+)
+def test_what_no_file_and_no_counter_can_hold(change: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_settings(None, [change])

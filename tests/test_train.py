@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from buffers.batching import Batch
 from buffers.dataset import Dataset
@@ -113,6 +113,7 @@ def test_a_run_learns_and_leaves_what_it_should(data: Path, tmp_path: Path) -> N
         "settings.toml",
         "metrics.jsonl",
         "buffers.txt",
+        "left_out.json",
         *(f"{folder}/{file}" for folder in ("best", "drafter") for file in ("config.json", "model.safetensors")),
         "best/best.json",
         *(
@@ -443,3 +444,100 @@ def test_what_was_opened_is_closed_when_the_start_fails(
     with pytest.raises(Killed):
         TrainingRun(run_settings(data, tmp_path / "run"), resume=True)
     assert closed == ["engine"]
+
+
+def test_weights_that_are_not_finite_end_the_run_and_the_checkpoints_stay(data: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    run(data, output, "run.epochs=1")
+    before = files_under(output / "checkpoints")
+    with pytest.raises(ValueError, match="step-00000012: expected finite weights, found NaN .* Lower optimizer.lr"):
+        run(data, output, "optimizer.lr=1e300")
+    assert files_under(output / "checkpoints") == before
+
+
+def test_a_run_that_learned_nothing_is_no_success(tmp_path: Path) -> None:
+    data = training_dataset(tmp_path / "data", (40, 50), nonfinite=(0, 1))
+    with pytest.raises(ValueError, match="expected a step that learned, found all 4 skipped"):
+        run(data, tmp_path / "run", "data.on_nonfinite=skip")
+    assert not (tmp_path / "run" / "drafter").exists()
+    assert [record["loss"] for record in metrics(tmp_path / "run")] == [None, None]
+
+
+def test_two_runs_do_not_write_to_one_folder(data: Path, tmp_path: Path) -> None:
+    settings = run_settings(data, tmp_path / "run")
+    with (
+        TrainingRun(settings, resume=True),
+        pytest.raises(SettingsError, match="run.output: another run is writing to"),
+    ):
+        TrainingRun(settings, resume=True)
+    assert run(data, tmp_path / "run")["steps"] == 20
+
+
+def test_the_best_drafter_outlives_a_death_between_two_renames(data: Path, tmp_path: Path) -> None:
+    held_out = training_dataset(tmp_path / "held-out", (50,), first_sample=100)
+    output = tmp_path / "run"
+    run(data, output, f"data.eval_path={held_out}", "optimizer.lr=3e-2", "run.epochs=4")
+    best = files_under(output / "best")
+    assert json.loads(best["best.json"])["eval_accept_len"] > 0
+    (output / "best").rename(output / ".best.old")
+    run(data, output, f"data.eval_path={held_out}", "optimizer.lr=1e-9", "run.epochs=5")
+    assert (
+        json.loads(files_under(output / "best")["best.json"])["eval_accept_len"]
+        >= json.loads(best["best.json"])["eval_accept_len"]
+    )
+    assert not (output / ".best.old").exists()
+
+
+@pytest.mark.parametrize("text", ["", "null", "{}", '{"eval_accept_len": null}', "\xff"])
+def test_a_damaged_best_is_named(data: Path, tmp_path: Path, text: str) -> None:
+    held_out = training_dataset(tmp_path / "held-out", (50,), first_sample=100)
+    run(data, tmp_path / "run", f"data.eval_path={held_out}", "run.epochs=1")
+    (tmp_path / "run" / "best" / "best.json").write_bytes(text.encode("latin1"))
+    with pytest.raises(ValueError, match="best.json: expected the best evaluation, found a damaged one .*; remove"):
+        run(data, tmp_path / "run", f"data.eval_path={held_out}")
+
+
+def test_lines_of_metrics_that_are_none_are_dropped(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "run", "run.epochs=1")
+    before = metrics(tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
+        file.write(b'null\n7\n{"step": "x"}\n\xff\n{"step": 3')
+    run(data, tmp_path / "run", "run.epochs=1")
+    assert metrics(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format_version": 2},
+        {"config": None},
+        {"step": -1},
+        {"epoch": 10**30},
+        {"data": {"num_samples": "x"}},
+        {"logged": 3},
+    ],
+)
+def test_a_state_with_wrong_values_is_named(data: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    run(data, tmp_path / "run", "run.epochs=1")
+    file = tmp_path / "run" / "checkpoints" / "step-00000010" / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match="step-00000010: expected a training checkpoint, found a damaged one"):
+        run(data, tmp_path / "run")
+
+
+@pytest.mark.parametrize("consumed", [[[999, 0]], [[-1, 0]], [3, 4], [[0.5, 0.0]]])
+def test_consumed_rows_that_there_are_not(data: Path, tmp_path: Path, consumed: list[Any]) -> None:
+    run(data, tmp_path / "run", "run.epochs=1")
+    file = tmp_path / "run" / "checkpoints" / "step-00000010" / "training.safetensors"
+    save_file(load_file(file) | {"consumed": torch.tensor(consumed)}, file)
+    with pytest.raises(ValueError, match="step-00000010: expected a training checkpoint, found a damaged one"):
+        run(data, tmp_path / "run")
+
+
+def test_every_sample_that_is_left_out_is_listed(data: Path, tmp_path: Path) -> None:
+    lengths = Dataset(data).lengths
+    run(data, tmp_path / "run", "run.max_steps=1", "buckets.lengths=128")
+    left_out = json.loads((tmp_path / "run" / "left_out.json").read_text())
+    assert left_out["too_long"] == "skip"
+    assert left_out["training"] == [[i, int(n)] for i, n in enumerate(lengths) if n > 128]
+    assert left_out["training"] and left_out["not_finite"] == []

@@ -49,5 +49,6 @@ def attention_ref(
 
     scores = torch.cat([to_context, to_block], dim=-1)
     p = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(v_block.dtype)
-    o = (p[..., :S].reshape(B, G, -1, S) @ v_context).view(B, G, N, R, K, E) + p[..., S:] @ v_block[:, :, :, None]
+    p_context, p_block = p.split([S, K], dim=-1)
+    o = (p_context.reshape(B, G, -1, S) @ v_context).view(B, G, N, R, K, E) + p_block @ v_block[:, :, :, None]
     return o.permute(0, 2, 4, 1, 3, 5).reshape(B, Q, H, E)
