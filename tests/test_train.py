@@ -534,6 +534,18 @@ def test_consumed_rows_that_there_are_not(data: Path, tmp_path: Path, consumed: 
         run(data, tmp_path / "run")
 
 
+def test_a_bad_sample_costs_none_of_the_steps_before_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = training_dataset(tmp_path / "data", nonfinite=(2,))
+    with pytest.raises(ValueError, match="in sample 2"):
+        run(data, tmp_path / "run", "run.save_every=0")
+    folders = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    step = int(folders[-1].name.removeprefix("step-"))
+    assert step > 0 and len(folders) == 1
+    assert f"checkpoint of step {step} saved before the error below" in capsys.readouterr().err
+    figures = run(data, tmp_path / "run", "run.save_every=0", "data.on_nonfinite=skip")
+    assert figures["steps"] == 20 and figures["skipped_samples"] == [2]
+
+
 def test_every_sample_that_is_left_out_is_listed(data: Path, tmp_path: Path) -> None:
     lengths = Dataset(data).lengths
     run(data, tmp_path / "run", "run.max_steps=1", "buckets.lengths=128")
