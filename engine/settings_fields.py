@@ -108,7 +108,7 @@ def _fits(value: Any, kind: Any, limits: Limits) -> bool:
     # bool is an int in Python; in a settings file it is a mistake.
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
         return False
-    if isinstance(value, int) and value >= 2**63:  # numpy and torch count in int64
+    if isinstance(value, int) and abs(value) >= 2**63:  # numpy and torch count in int64
         return False
     return limits.hold(value)
 
@@ -130,7 +130,7 @@ def from_toml(value: Any, kind: Any) -> Any:
         if isinstance(value, str):
             return from_text(value, kind)
         return tuple(value) if isinstance(value, list) else value
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
         return float(value)
     return value
 

@@ -147,3 +147,17 @@ def test_gamma_follows_the_paper(block_size: int, gamma: float) -> None:
 def test_what_no_file_and_no_counter_can_hold(change: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load_settings(None, [change])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[optimizer]\nlr = 1" + "0" * 400, "optimizer.lr: expected a number, more than 0, found 1000"),
+        ("[run]\nseed = -1" + "0" * 400, "run.seed: expected a whole number, at least 0, found -1000"),
+        ("[run]\nseed = " + "9" * 5000, "expected TOML, found a mistake"),
+        ("a = " + "[" * 5000, "expected TOML, found a mistake"),
+    ],
+)
+def test_numbers_and_nesting_without_end(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_settings(written(tmp_path, text))
