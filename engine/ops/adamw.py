@@ -28,7 +28,6 @@ def _update(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     grad = tl.load(grad_ptr + at, inside, 0.0)
-    tl.store(grad_ptr + at, tl.zeros([BLOCK], grad_ptr.dtype.element_ty), inside)
     touched = at < end
     grad = grad.to(tl.float32) * scale
     master = tl.load(master_ptr + at, touched, 0.0)
@@ -42,6 +41,9 @@ def _update(
     tl.store(exp_avg_sq_ptr + at, exp_avg_sq, touched)
     tl.store(master_ptr + at, master, touched)
     tl.store(weight_ptr + at, master.to(weight_ptr.dtype.element_ty), touched)
+    # The threads that zero an element need not be those that read it, and nothing but this makes them wait for them.
+    tl.debug_barrier()
+    tl.store(grad_ptr + at, tl.zeros([BLOCK], grad_ptr.dtype.element_ty), inside)
 
 
 def adamw(arenas: AdamWArenas, scalars: Tensor) -> None:
