@@ -27,7 +27,7 @@ setup(
     extras_require={
         "plots": PLOTS,
         # ruff and mypy report different things in each minor version, and the tests run both.
-        "test": [*PLOTS, "pytest>=8", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5"],
+        "test": [*PLOTS, "pytest>=8", "transformers>=5", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5"],
     },
     entry_points={"console_scripts": ["dflash-engine = bench.cli:main"]},
 )

@@ -65,6 +65,11 @@ class DatasetInfo:
             )
 
     @property
+    def digest(self) -> str:
+        """sha256 over the shards' own, in order: the content and order of the samples."""
+        return hashlib.sha256("".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
+
+    @property
     def num_taps(self) -> int:
         """L, the target layers whose hidden states are concatenated."""
         return len(self.target_layer_ids)

@@ -34,11 +34,13 @@ TRAINING_FILE, STATE_FILE, WEIGHTS_FILE, CONFIG_FILE = (
 
 
 @dataclass(frozen=True)
-class DataSize:
-    """What tells one dataset from another, and `longest`, the S of the largest bucket: split samples have pieces of it."""
+class DataIdentity:
+    """What tells one dataset from another (digest: DatasetInfo.digest), and `longest`, the S of the largest bucket: split
+    samples have pieces of it."""
 
     num_samples: int
     num_tokens: int
+    digest: str
     longest: int
 
 
@@ -50,7 +52,7 @@ class Position:
     step: int
     epoch: int
     consumed: tuple[tuple[int, int], ...]
-    data: DataSize
+    data: DataIdentity
     logged: MetricSums | None = None
 
 
@@ -126,7 +128,8 @@ def load_checkpoint(folder: Path, engine: Engine) -> Position:
     found = _read_tensors(folder)
     state = _read_state(folder)
     try:
-        data = DataSize(**{name: _count(value) for name, value in dict(state["data"]).items()})
+        told = dict(state["data"])
+        data = DataIdentity(digest=str(told.pop("digest")), **{name: _count(value) for name, value in told.items()})
         position = Position(
             _count(state["step"]),
             _count(state["epoch"]),

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from buffers.batching import Batch, BatchPlan
 from buffers.dataset import Dataset
-from engine.checkpoint import DataSize, Position
+from engine.checkpoint import DataIdentity, Position
 from engine.metrics import MetricSums
 
 
 def beginning(dataset: Dataset, plan: BatchPlan) -> Position:
     """Where a new run starts."""
-    return Position(0, 0, (), DataSize(len(dataset), int(dataset.lengths.sum()), plan.buckets[-1].S))
+    tokens = int(dataset.lengths.sum())
+    return Position(0, 0, (), DataIdentity(len(dataset), tokens, dataset.info.digest, plan.buckets[-1].S))
 
 
 def carried_over(saved: Position, dataset: Dataset, plan: BatchPlan, too_long: str) -> Position:
@@ -26,7 +27,8 @@ def carried_over(saved: Position, dataset: Dataset, plan: BatchPlan, too_long: s
     if replace(saved.data, longest=ours.longest) != ours:
         raise ValueError(
             f"data.path: {dataset.path} has {ours.num_samples} samples with {ours.num_tokens} tokens, the checkpoint was trained "
-            f"on {saved.data.num_samples} with {saved.data.num_tokens}; point it back, or train into another run.output"
+            f"on {saved.data.num_samples} with {saved.data.num_tokens}"
+            f"{'' if ours.digest == saved.data.digest else ' of other content'}; point it back, or train into another run.output"
         )
     if too_long != "split" or saved.data.longest == ours.longest:
         return replace(saved, data=ours)

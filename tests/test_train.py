@@ -546,6 +546,13 @@ def test_a_bad_sample_costs_none_of_the_steps_before_it(tmp_path: Path, capsys: 
     assert figures["steps"] == 20 and figures["skipped_samples"] == [2]
 
 
+def test_a_checkpoint_of_other_data_of_the_same_size_is_refused(tmp_path: Path) -> None:
+    run(training_dataset(tmp_path / "a"), tmp_path / "run", "run.max_steps=4")
+    other = training_dataset(tmp_path / "b", first_sample=100)
+    with pytest.raises(ValueError, match="the checkpoint was trained on 10 with .* of other content; point it back"):
+        run(other, tmp_path / "run", "run.max_steps=8")
+
+
 def test_every_sample_that_is_left_out_is_listed(data: Path, tmp_path: Path) -> None:
     lengths = Dataset(data).lengths
     run(data, tmp_path / "run", "run.max_steps=1", "buckets.lengths=128")
