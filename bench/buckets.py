@@ -39,6 +39,10 @@ from graphs.executor import BuildReport
 from graphs.guards import Counters, host_sync_is_an_error
 
 
+# A minute or more for one step of a named workload would help nobody.
+MOST_FLOP_ON_CPU = 1e12
+
+
 def run(
     data: Path | None, settings: Settings, *, workloads: Sequence[str], repeats: int, out: Path | None
 ) -> dict[str, Any]:
@@ -63,6 +67,12 @@ def _workload(name: str, settings: Settings, device: torch.device, repeats: int)
     workload, precision = WORKLOADS[name], resolve_precision(settings.run.precision, device)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     config, bucket = workload.config(), workload.bucket
+    flop = step_flop(config, bucket)
+    if device.type == "cpu" and flop > MOST_FLOP_ON_CPU:
+        raise SettingsError(
+            f"--workload {name}: expected a CUDA device for steps of {flop / 1e12:.0f} TFLOP, found the CPU; give DATA to "
+            "measure the buckets of a dataset here"
+        )
     if settings.objective.kl_weight > 0:
         raise SettingsError(
             "objective.kl_weight: expected 0 for a named workload, which has no last_hidden; give DATA."

@@ -91,3 +91,8 @@ def test_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = timing.median_ms(lambda: calls.append(None), torch.device("cpu"), repeats=3, warm_ups=2)
     assert found == pytest.approx(3.0)
     assert len(calls) == 5
+
+
+def test_a_named_workload_is_refused_on_the_cpu() -> None:
+    with pytest.raises(SettingsError, match="--workload W1: expected a CUDA device for steps of 9 TFLOP, found the CPU"):
+        buckets.run(None, load_settings(None, ["run.device=cpu"]), workloads=("W1",), repeats=1, out=None)
