@@ -38,7 +38,6 @@ from engine.work import step_flop
 from graphs.executor import BuildReport
 from graphs.guards import Counters, host_sync_is_an_error
 
-
 # A minute or more for one step of a named workload would help nobody.
 MOST_FLOP_ON_CPU = 1e12
 
