@@ -141,8 +141,16 @@ def open_safetensors(file: Path) -> Any:
         ) from error
 
 
+def make_readable(file: Path) -> None:
+    """Gives a file the mode that the user's umask allows: safetensors writes its files for their owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
+
+
 def publish(temporary: Path, file: Path) -> None:
     """Make a finished file appear under its name only once its bytes are on disk."""
+    make_readable(temporary)
     _fsync(temporary)
     temporary.rename(file)
     _fsync(file.parent)

@@ -1,7 +1,7 @@
 """Which buckets to build for a dataset: edges and rows from the histogram of lengths, by dynamic programming.
 
 The lengths are rounded up to the attention tile; a bucket serves a run of neighbouring rounded lengths. For each run N
-follows from the design's rule (quality, not cost, decides it), and B is the number of rows that makes
+is what its samples can fill, up to num_anchors (quality, not cost, decides it), and B is the number of rows that makes
 ceil(samples / B) * cost(bucket) smallest within the token budget. The plan is the partition into at most `max_buckets`
 runs with the smallest sum.
 """

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from buffers.batching import all_finite
+from buffers.manifest import make_readable
 from engine.drafter_config import DrafterConfig
 from engine.engine import Engine
 from engine.metrics import MetricSums
@@ -180,8 +181,10 @@ def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
     except Exception:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for path in (*temporary.iterdir(), temporary):
+    for path in temporary.iterdir():
+        make_readable(path)
         _flush(path)
+    _flush(temporary)
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -209,6 +209,9 @@ def run(group: click.Group, args: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except click.exceptions.Exit as end:
         return end.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return error.exit_code
     except click.ClickException as error:
         used = error.ctx if isinstance(error, click.UsageError) else None
         hint = f" See `{used.command_path} --help`." if used is not None else ""

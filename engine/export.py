@@ -19,6 +19,7 @@ from engine.checkpoint import (
 )
 from engine.drafter_config import DrafterConfig, load_drafter_config
 from engine.params import parameter_shapes
+from engine.reports import make_console
 
 
 def load_drafter(folder: Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
@@ -67,6 +68,9 @@ def export_drafter(source: Path, out: Path) -> dict[str, Any]:
         config, weights = load_drafter(chosen)
     save_drafter(out, config, weights)
     load_drafter(out)
+    make_console().print(
+        f"{out}: {len(weights)} tensors from {chosen}, blocks of {config.block_size}", markup=False, soft_wrap=True
+    )
     return {"source": str(chosen), "out": str(out), "tensors": len(weights), "block_size": config.block_size}
 
 

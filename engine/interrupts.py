@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 
 class Interrupts:
-    """Inside, a first Ctrl-C or SIGTERM sets `seen` and no more; a second one raises KeyboardInterrupt at once."""
+    """Inside, a first Ctrl-C or SIGTERM sets `seen` and says what follows; a second one raises KeyboardInterrupt at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         self.seen = False
+        self._say = say
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -32,3 +34,4 @@ class Interrupts:
         if self.seen:
             raise KeyboardInterrupt
         self.seen = True
+        self._say("stopping after this step, with a checkpoint; a second Ctrl-C ends at once, without one")

@@ -1,4 +1,4 @@
-"""Who sees whom in a DFlash training step (design section 3, "Mask"; arXiv 2602.06036).
+"""Who sees whom in a DFlash training step (arXiv 2602.06036).
 
 A draft query of block n sees context keys in [context_start, anchor) - strictly before the anchor, whose hidden state the
 server does not have yet - and the keys of its own block, and nothing else. A sliding layer of window W sees context keys

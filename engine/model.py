@@ -1,4 +1,4 @@
-"""The DFlash drafter's forward pass over a training batch (design section 3; arXiv 2602.06036).
+"""The DFlash drafter's forward pass over a training batch (arXiv 2602.06036).
 
 Many blocks of one row are drafted at once: slot 0 of block n holds the token at its anchor, the other slots the mask token.
 All of them attend to the context of target hidden states and to their own block.

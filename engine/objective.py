@@ -1,4 +1,4 @@
-"""What a draft is trained for: labels, weights and the sums from which loss and metrics are made (design section 3).
+"""What a draft is trained for: labels, weights and the sums from which loss and metrics are made.
 
 Slot k = 1..K-1 of the block at anchor a predicts x[a + k]. The loss of a step is the weighted sum over all its micro-batches
 over the summed weight; here only sums are formed, and the input gradient of this micro-batch's sum.

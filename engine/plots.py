@@ -32,6 +32,7 @@ def plot_run(metrics: Path, buckets: Sequence[Mapping[str, Any]], out: Path) -> 
     bars.bar_label(drawn, [f"{r['device_ms']:.1f} ms" for r in buckets])
     bars.set(title=f"useful tokens/s by bucket ({buckets[0]['how']})")
     bars.tick_params(axis="x", labelsize=7)
+    bars.margins(y=0.12)
     figure.savefig(out, dpi=110)
     pyplot.close(figure)
     return out

@@ -60,7 +60,7 @@ class TrainingRun:
             self._open_logs(parts, resumed=saved is not None)
             self._parts = parts.pop_all()
         self.counts: dict[Bucket, BucketCount] = defaultdict(BucketCount)
-        self._interrupts = Interrupts()
+        self._interrupts = Interrupts(self._say)
         self._counters = Counters.read(self.engine.device)
 
     def steps(self) -> Iterator[tuple[Batch, ...]]:
@@ -138,6 +138,8 @@ class TrainingRun:
         save_drafter(self.folder / "drafter", engine.config, engine.params.state())
         rows = bucket_rows(engine.buckets, self.counts, engine.executor.times.read(wait=True), engine.executor.how)
         print_bucket_table(rows, self.console)
+        best = f"; best so far by accepted length: {self.folder / 'best'}" if self.held_out is not None else ""
+        self._say(f"drafter of the last step: {self.folder / 'drafter'}{best}")
         skipped = sorted(set(self.inputs.skipped))
         self._write_left_out(skipped)
         if skipped:

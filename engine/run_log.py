@@ -51,6 +51,8 @@ class RunLog:
         snapshot = self._engine.metrics.snapshot(optimizer.grad_norm, optimizer.skipped)
         self.step = step
         self._asked = _Asked({"step": step, "epoch": epoch, "lr": lr}, snapshot, time.perf_counter())
+        if snapshot.ready():  # always on the CPU; on a GPU the step is still in the queue
+            self.write()
 
     def write(self) -> None:
         """Writes the line that was asked for, if there is one; waits for its numbers."""

@@ -177,7 +177,7 @@ def test_long_lived_buffers_are_listed(data: Path, tmp_path: Path) -> None:
 def test_the_readmes_settings_are_read(tmp_path: Path) -> None:
     (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     (tmp_path / "run.toml").write_text(block)
-    assert load_settings(tmp_path / "run.toml").data.path == "hidden-states/train"
+    assert load_settings(tmp_path / "run.toml").data.path == "runs/data/train"
 
 
 def test_max_steps_ends_the_run_and_its_schedule(data: Path, tmp_path: Path) -> None:
