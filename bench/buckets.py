@@ -138,7 +138,7 @@ def _measure(
     engine: Engine, bucket: Bucket, report: BuildReport, fill: Callable[[], None], repeats: int
 ) -> dict[str, Any]:
     device, name = engine.device, f"train {bucket.name}"
-    make_console().print(f"measuring {bucket.name} ...")
+    make_console(stderr=True).print(f"measuring {bucket.name} ...")
     held = torch.cuda.memory_reserved(device) / 2**30 if device.type == "cuda" else None
     fill()
     difference = engine.verify(bucket)

@@ -78,6 +78,7 @@ def test_no_speed_is_shown_when_replay_and_eager_differ(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
+        "measuring 1x128x32 ...\n"
         "error: bucket 1x128x32: the replay differs from the eager step in fc.weight by inf of its largest value; no speed "
         "is shown\n"
     )
