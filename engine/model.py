@@ -66,6 +66,7 @@ class Drafter:
         for i, layer in enumerate(self.layers):
             norms = (layer["self_attn.q_norm"], layer["self_attn.k_norm"], self.cos_PE, self.sin_PE)
             if i == 0:
+                # One row for slot 0 of every block and a last one for all mask slots; the stream itself stays whole.
                 ids = torch.cat([anchors_BN.flatten(), anchors_BN.new_full((1,), config.mask_token_id)])
                 _, x = ops.add_rms_norm(self.embedding[ids], None, layer["input_layernorm"], config.rms_norm_eps)
             else:
@@ -80,6 +81,7 @@ class Drafter:
             )
             o = attends[i](q, k_context, v_context, k, v)
             delta = ops.linear(rearrange(o, "b q h e -> (b q) (h e)"), layer["self_attn.o_proj"])
+            # After the last attention slot 0 is dropped from the stream and from what follows.
             stream, x = ops.add_rms_norm(
                 stream,
                 delta,
