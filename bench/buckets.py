@@ -197,6 +197,7 @@ def _record(
         "tflop": flop / 1e12,
         "tflops": flop / replay_ms / 1e9,
         "held_gib": held_gib,
+        "pool_mib": report.pool_mib,
         # Anything else would have raised before this.
         "host_syncs": 0,
         "device_allocations": 0,

@@ -119,12 +119,6 @@ def plan_buckets(
     )
 
 
-def bucket_for(length: int, buckets: Sequence[Bucket]) -> int | None:
-    """Index of the bucket with the smallest S that holds `length` tokens, None when none does."""
-    fitting = [(bucket.S, index) for index, bucket in enumerate(buckets) if length <= bucket.S]
-    return min(fitting)[1] if fitting else None
-
-
 def check_ascending(buckets: Sequence[Bucket]) -> None:
     """Raise ValueError unless there is a bucket and their S ascend, one K for all."""
     if not buckets:

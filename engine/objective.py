@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import Ops
+from engine.ops.rms_norm_ref import normalise
 from engine.ops.row_loss import RowLoss, Teacher
 
 
@@ -139,9 +140,7 @@ def _teacher(batch: Mapping[str, Tensor], head: TargetHead, block_size: int, D: 
     last_BSD = batch["last_hidden"]
     B, S, _ = last_BSD.shape
     if head.norm is not None:
-        wide = last_BSD.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + head.norm_eps) * head.norm.float()
-        last_BSD = wide.to(last_BSD.dtype)
+        last_BSD = (normalise(last_BSD, head.norm_eps) * head.norm).to(last_BSD.dtype)
     slot = torch.arange(block_size - 1, device=last_BSD.device)
     at = (batch["anchor_positions"][..., None] + slot).clamp(max=S - 1)
     row = at + S * torch.arange(B, device=at.device)[:, None, None]

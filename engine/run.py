@@ -168,8 +168,9 @@ class TrainingRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, ValueError | OSError) and self.progress.step > max(self._saved_step, self.start.step):
-            # What came to grief is data or a disk; the steps before it are whole.
+        step = self.progress.step
+        if isinstance(error, ValueError | OSError) and max(self._saved_step, self.start.step) < step < self.total_steps:
+            # In the middle of the run what came to grief is data or a disk; the steps before it are whole.
             with suppress(OSError, ValueError):
                 self.save()
                 self._say(f"checkpoint of step {self.progress.step} saved before the error below")

@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from buffers.batching import Batch
+from engine.data_feed import Progress
+
 # Sums of floats depend on how many threads share them: fixed, so that a test sees the same bits on every machine.
 torch.set_num_threads(2)
 
@@ -25,3 +28,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Batch, ...]]:
+    """The batches of every step of every run of the test."""
+    steps: list[tuple[Batch, ...]] = []
+    took = Progress.took
+
+    def note(self: Progress, batches: tuple[Batch, ...]) -> None:
+        steps.append(batches)
+        took(self, batches)
+
+    monkeypatch.setattr(Progress, "took", note)
+    return steps

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from buffers.batching import Batch
 from buffers.dataset import Dataset
 from engine.settings import Settings, load_settings
 from engine.train import train
@@ -111,3 +113,29 @@ def files_under(folder: Path) -> dict[str, bytes]:
         for root, _, names in os.walk(folder)
         for name in names
     }
+
+
+class Killed(Exception):
+    """Stands for a process that dies: nobody catches it, nothing is saved."""
+
+
+def kill() -> None:
+    """Dies here."""
+    raise Killed
+
+
+def tokens_of_epoch(steps: list[tuple[Batch, ...]], epoch: int) -> Counter[tuple[int, int]]:
+    """How often each (sample, token) of an epoch was served."""
+    return Counter(
+        (row.sample_id, token)
+        for step in steps
+        for batch in step
+        if batch.epoch == epoch
+        for row in batch.rows
+        for token in range(row.start, row.stop)
+    )
+
+
+def every_token(data: Path) -> set[tuple[int, int]]:
+    """(sample, token) of a whole dataset."""
+    return {(i, token) for i, length in enumerate(Dataset(data).lengths.tolist()) for token in range(length)}

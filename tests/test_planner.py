@@ -6,7 +6,7 @@ import pytest
 from numpy.typing import NDArray
 
 from buffers.batching import BatchPlan
-from buffers.planner import Plan, bucket_for, check_ascending, plan_buckets, plan_table
+from buffers.planner import Plan, check_ascending, plan_buckets, plan_table
 from buffers.shapes import Bucket, anchors_for, round_up
 
 TILE = 8
@@ -141,11 +141,6 @@ def test_many_samples_with_many_lengths_are_planned_without_a_loop_over_them() -
     found = plan_buckets(lengths, lengths // 2, num_anchors=512, K=16, max_buckets=6, token_budget=65536, cost=counted)
     assert sum(found.samples) == len(lengths)
     assert calls < 200_000
-
-
-def test_the_smallest_bucket_that_holds_a_length() -> None:
-    buckets = [Bucket(1, S, 2, 4, TILE) for S in (8, 24, 48)]
-    assert [bucket_for(length, buckets) for length in (1, 8, 9, 24, 48, 49)] == [0, 0, 1, 1, 2, None]
 
 
 def test_buckets_out_of_order_or_mixed_are_refused() -> None:

@@ -1,0 +1,335 @@
+"""A run that goes on: after Ctrl-C, a kill, a bad sample or a change of plan, and what stands in its folder by then."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from buffers.batching import Batch
+from buffers.dataset import Dataset
+from engine.data_feed import Progress
+from engine.run import TrainingRun
+from engine.settings_fields import SettingsError
+from tests.drafter_helpers import assert_same_bits
+from tests.run_helpers import (
+    LENGTHS,
+    SETTINGS,
+    Killed,
+    checkpoint_tensors,
+    every_token,
+    files_under,
+    kill,
+    logged_steps,
+    metrics,
+    run,
+    run_settings,
+    tokens_of_epoch,
+    training_dataset,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return training_dataset(tmp_path / "data")
+
+
+@pytest.fixture
+def after_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
+    """Has something happen right after one optimizer step, once."""
+
+    def arrange(step: int, act: Callable[[], None]) -> None:
+        took = Progress.took
+
+        def took_then_act(self: Progress, batches: tuple[Batch, ...]) -> None:
+            took(self, batches)
+            if self.step == step:
+                monkeypatch.setattr(Progress, "took", took)
+                act()
+
+        monkeypatch.setattr(Progress, "took", took_then_act)
+
+    return arrange
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("interrupted_after", [6, 7, 10, 16])
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
+    data: Path, tmp_path: Path, after_step: Any, interrupted_after: int
+) -> None:
+    held_out = training_dataset(tmp_path / "held-out", (50, 100, 140), first_sample=100)
+    changes = (f"data.eval_path={held_out}", "run.eval_every=7", "run.save_every=5", "optimizer.lr=3e-2")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run(data, whole, *changes)
+    assert metrics(whole)[-2]["accuracy"] > 0
+    after_step(interrupted_after, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(data, broken, *changes)
+    assert (broken / "checkpoints" / f"step-{interrupted_after:08d}").is_dir()
+    assert not (broken / "drafter").exists()
+    assert run(data, broken, *changes)["steps"] == 20
+    assert_same_bits(checkpoint_tensors(broken, 20), checkpoint_tensors(whole, 20))
+    assert metrics(broken) == metrics(whole)
+    for name in ("drafter/model.safetensors", "best/model.safetensors", "best/best.json"):
+        assert (broken / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.parametrize("killed_after", [3, 5, 7])
+def test_a_killed_run_does_again_what_came_after_its_last_checkpoint(
+    data: Path, tmp_path: Path, after_step: Any, killed_after: int
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    changes = ("run.log_every=1", "run.accumulation=2")
+    run(data, whole, *changes)
+    after_step(killed_after, kill)
+    with pytest.raises(Killed):
+        run(data, broken, *changes)
+    with (broken / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9')  # the line under way
+    run(data, broken, *changes)
+    assert_same_bits(checkpoint_tensors(broken, 10), checkpoint_tensors(whole, 10))
+    assert metrics(broken) == metrics(whole)
+
+
+def test_ctrl_c_ends_with_130_and_a_checkpoint(data: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    changes = [*SETTINGS, f"data.path={data}", f"run.output={output}", "run.epochs=10000"]
+    command = [sys.executable, "-m", "bench.cli", "train", *(word for change in changes for word in ("--set", change))]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step 3/"):
+            process.send_signal(signal.SIGINT)
+            break
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert err.splitlines()[-1] == "interrupted"
+    (newest, *_) = sorted((output / "checkpoints").iterdir(), reverse=True)
+    step = json.loads((newest / "state.json").read_text())["step"]
+    assert f"checkpoint of step {step} saved" in err
+    assert logged_steps(output) == list(range(3, step + 1, 3))
+
+
+def test_a_second_interrupt_ends_at_once(data: Path, tmp_path: Path, after_step: Any) -> None:
+    def twice() -> None:
+        interrupt()
+        interrupt()
+
+    after_step(2, twice)
+    with pytest.raises(KeyboardInterrupt):
+        run(data, tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("too_long", ["skip", "split"])
+@pytest.mark.parametrize(
+    ("before", "after"), [("128,256", "256"), ("256", "128,256"), ("128", "128,256"), ("256", "128")]
+)
+def test_after_a_change_of_buckets_the_rest_of_the_epoch_is_served_once(
+    tmp_path: Path, after_step: Any, steps_taken: list[tuple[Batch, ...]], before: str, after: str, too_long: str
+) -> None:
+    data = training_dataset(tmp_path / "data", (40, 300, 60, 250, 90, 170, 50, 140, 80, 520))
+    changes = (f"data.too_long={too_long}", "run.epochs=2")
+    after_step(4, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(data, tmp_path / "run", *changes, f"buckets.lengths={before}")
+    taken = tokens_of_epoch(steps_taken, 0)
+    run(data, tmp_path / "run", *changes, f"buckets.lengths={after}", "buckets.max_rows=2")
+    served = tokens_of_epoch(steps_taken, 0)
+    assert set(served.values()) == {1}
+    largest = int(after.split(",")[-1])
+    fits = {sample for sample, length in enumerate(Dataset(data).lengths.tolist()) if length <= largest}
+    for sample, token in every_token(data):
+        begun = any(of == sample for of, _ in taken)
+        if sample in fits or too_long == "split":
+            # A sample cut by the earlier plan and begun under it has had its turn.
+            assert served[sample, token] or begun
+    in_epoch_1 = set(tokens_of_epoch(steps_taken, 1))
+    assert in_epoch_1 == {(i, token) for i, token in every_token(data) if too_long == "split" or i in fits}
+
+
+def test_a_finished_run_started_again_changes_nothing(data: Path, tmp_path: Path) -> None:
+    held_out = training_dataset(tmp_path / "held-out", (50, 100), first_sample=100)
+    found = []
+    for _ in range(2):
+        figures = run(data, tmp_path / "run", f"data.eval_path={held_out}")
+        files = files_under(tmp_path / "run")
+        del files["buffers.txt"]  # addresses are the process's
+        found.append((figures, files))
+    (first, before), (again, after) = found
+    assert after == before
+    assert again["eval_loss"] == first["eval_loss"]
+    assert again["final"]["loss"] == first["final"]["loss"]
+
+
+def test_more_epochs_continue_a_finished_run(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "run", "run.epochs=1")
+    assert run(data, tmp_path / "run", "run.epochs=2")["steps"] == 20
+    assert logged_steps(tmp_path / "run") == [3, 6, 9, 10, 12, 15, 18, 20]
+
+
+def test_a_folder_with_a_run_is_not_written_over(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "run", "run.epochs=1")
+    before = files_under(tmp_path / "run")
+    with pytest.raises(SettingsError, match="run.output: .*holds a run with checkpoints; leave out --no-resume"):
+        run(data, tmp_path / "run", resume=False)
+    assert files_under(tmp_path / "run") == before
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(SettingsError, match="run.output: .*holds a trained drafter, but no checkpoint"):
+        run(data, tmp_path / "run")
+
+
+def test_a_new_run_does_not_take_the_best_of_one_that_left_no_checkpoint(
+    data: Path, tmp_path: Path, after_step: Any
+) -> None:
+    held_out = training_dataset(tmp_path / "held-out", (50, 100), first_sample=100)
+    changes = (f"data.eval_path={held_out}", "run.eval_every=1", "run.save_every=0")
+    after_step(2, kill)
+    with pytest.raises(Killed):
+        run(data, tmp_path / "run", *changes)
+    best = tmp_path / "run" / "best" / "best.json"
+    best.write_text(best.read_text().replace('"eval_accept_len": 0.0', '"eval_accept_len": 99.0'))
+    assert "99.0" in best.read_text()
+    run(data, tmp_path / "run", *changes)
+    assert "99.0" not in best.read_text()
+
+
+def test_a_checkpoint_of_another_drafter_or_of_other_data_is_refused(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "run", "run.epochs=1")
+    before = files_under(tmp_path / "run")
+    with pytest.raises(ValueError, match="drafter has layer_types .*, the settings ask for .*; set it back, or train"):
+        run(data, tmp_path / "run", "model.num_hidden_layers=2")
+    other = training_dataset(tmp_path / "other", LENGTHS[:-1])
+    with pytest.raises(ValueError, match="has 9 samples with .* tokens, the checkpoint was trained on 10 with"):
+        run(other, tmp_path / "run")
+    assert files_under(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("file", ["state.json", "training.safetensors"])
+def test_a_damaged_checkpoint_is_named(data: Path, tmp_path: Path, file: str) -> None:
+    run(data, tmp_path / "run", "run.epochs=1")
+    folder = tmp_path / "run" / "checkpoints" / "step-00000010"
+    content = (folder / file).read_bytes()
+    (folder / file).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="step-00000010: expected a training checkpoint, found a damaged one"):
+        run(data, tmp_path / "run")
+
+
+def test_checkpoints_that_were_not_finished_are_cleared_away(data: Path, tmp_path: Path) -> None:
+    unfinished = tmp_path / "run" / "checkpoints" / ".step-00000003.writing"
+    unfinished.mkdir(parents=True)
+    (unfinished / "state.json").write_text("{")
+    run(data, tmp_path / "run", "run.epochs=1")
+    assert sorted(folder.name for folder in unfinished.parent.iterdir()) == ["step-00000008", "step-00000010"]
+
+
+def test_two_runs_do_not_write_to_one_folder(data: Path, tmp_path: Path) -> None:
+    settings = run_settings(data, tmp_path / "run")
+    with (
+        TrainingRun(settings, resume=True),
+        pytest.raises(SettingsError, match="run.output: another run is writing to"),
+    ):
+        TrainingRun(settings, resume=True)
+    assert run(data, tmp_path / "run")["steps"] == 20
+
+
+def test_the_best_drafter_outlives_a_death_between_two_renames(data: Path, tmp_path: Path) -> None:
+    held_out = training_dataset(tmp_path / "held-out", (50,), first_sample=100)
+    output = tmp_path / "run"
+    run(data, output, f"data.eval_path={held_out}", "optimizer.lr=3e-2", "run.epochs=4")
+    best = files_under(output / "best")
+    assert json.loads(best["best.json"])["eval_accept_len"] > 0
+    (output / "best").rename(output / ".best.old")
+    run(data, output, f"data.eval_path={held_out}", "optimizer.lr=1e-9", "run.epochs=5")
+    assert (
+        json.loads(files_under(output / "best")["best.json"])["eval_accept_len"]
+        >= json.loads(best["best.json"])["eval_accept_len"]
+    )
+    assert not (output / ".best.old").exists()
+
+
+@pytest.mark.parametrize("text", ["", "null", "{}", '{"eval_accept_len": null}', "\xff"])
+def test_a_damaged_best_is_named(data: Path, tmp_path: Path, text: str) -> None:
+    held_out = training_dataset(tmp_path / "held-out", (50,), first_sample=100)
+    run(data, tmp_path / "run", f"data.eval_path={held_out}", "run.epochs=1")
+    (tmp_path / "run" / "best" / "best.json").write_bytes(text.encode("latin1"))
+    with pytest.raises(ValueError, match="best.json: expected the best evaluation, found a damaged one .*; remove"):
+        run(data, tmp_path / "run", f"data.eval_path={held_out}")
+
+
+def test_lines_of_metrics_that_are_none_are_dropped(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "run", "run.epochs=1")
+    before = metrics(tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
+        file.write(b'null\n7\n{"step": "x"}\n\xff\n{"step": 3')
+    run(data, tmp_path / "run", "run.epochs=1")
+    assert metrics(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format_version": 2},
+        {"config": None},
+        {"step": -1},
+        {"epoch": 10**30},
+        {"data": {"num_samples": "x"}},
+        {"logged": 3},
+    ],
+)
+def test_a_state_with_wrong_values_is_named(data: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    run(data, tmp_path / "run", "run.epochs=1")
+    file = tmp_path / "run" / "checkpoints" / "step-00000010" / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match="step-00000010: expected a training checkpoint, found a damaged one"):
+        run(data, tmp_path / "run")
+
+
+@pytest.mark.parametrize("consumed", [[[999, 0]], [[-1, 0]], [3, 4], [[0.5, 0.0]]])
+def test_consumed_rows_that_there_are_not(data: Path, tmp_path: Path, consumed: list[Any]) -> None:
+    run(data, tmp_path / "run", "run.epochs=1")
+    file = tmp_path / "run" / "checkpoints" / "step-00000010" / "training.safetensors"
+    save_file(load_file(file) | {"consumed": torch.tensor(consumed)}, file)
+    with pytest.raises(ValueError, match="step-00000010: expected a training checkpoint, found a damaged one"):
+        run(data, tmp_path / "run")
+
+
+def test_a_bad_sample_costs_none_of_the_steps_before_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = training_dataset(tmp_path / "data", nonfinite=(2,))
+    with pytest.raises(ValueError, match="in sample 2"):
+        run(data, tmp_path / "run", "run.save_every=0")
+    folders = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    step = int(folders[-1].name.removeprefix("step-"))
+    assert step > 0 and len(folders) == 1
+    assert f"checkpoint of step {step} saved before the error below" in capsys.readouterr().err
+    figures = run(data, tmp_path / "run", "run.save_every=0", "data.on_nonfinite=skip")
+    assert figures["steps"] == 20 and figures["skipped_samples"] == [2]
+
+
+def test_a_checkpoint_of_other_data_of_the_same_size_is_refused(tmp_path: Path) -> None:
+    run(training_dataset(tmp_path / "a"), tmp_path / "run", "run.max_steps=4")
+    other = training_dataset(tmp_path / "b", first_sample=100)
+    with pytest.raises(ValueError, match="the checkpoint was trained on 10 with .* of other content; point it back"):
+        run(other, tmp_path / "run", "run.max_steps=8")
+
+
+def test_a_run_that_learned_nothing_leaves_no_checkpoint_behind(tmp_path: Path) -> None:
+    data = training_dataset(tmp_path / "data", (40, 50), nonfinite=(0, 1))
+    with pytest.raises(ValueError, match="expected a step that learned"):
+        run(data, tmp_path / "run", "data.on_nonfinite=skip", "run.save_every=0")
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
