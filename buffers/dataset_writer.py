@@ -1,7 +1,8 @@
 """Writing our dataset format: shards as they fill, the manifest last."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +17,7 @@ from buffers.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     TARGET_FILE,
+    UNFINISHED,
     DatasetInfo,
     ShardInfo,
     check_tokens,
@@ -34,6 +36,11 @@ class DatasetWriter:
 
     Every file is written under a temporary name, fsynced and renamed. As a context manager it closes on success and
     leaves the manifest unwritten on an exception. Raises ValueError for a folder that already holds a dataset.
+
+    `unfinished.json` lists the whole shards while the dataset grows. With `resume` a writer keeps those of an earlier
+    one that died and goes on behind them: `num_samples` says how many samples are there, and the caller adds from the
+    next one on. `source` names what the samples are made from; both writers must have the same, and the same
+    description of the dataset, or ValueError is raised.
     """
 
     def __init__(
@@ -48,6 +55,8 @@ class DatasetWriter:
         mask_token_id: int,
         last_hidden_norm: str | None = None,
         shard_tokens: int = SHARD_TOKENS,
+        resume: bool = False,
+        source: str = "",
     ) -> None:
         self.path = Path(path)
         self._info = DatasetInfo(
@@ -70,19 +79,27 @@ class DatasetWriter:
                 f"expected plain values that JSON has in the manifest, found one that it has not ({error}). Convert it: "
                 "config.to_dict(), int(size)."
             ) from error
-        for found in (MANIFEST, "shard-*.safetensors"):
+        if shard_tokens <= 0:
+            raise ValueError(f"expected a positive shard_tokens, found {shard_tokens}. Set it to at least 1.")
+        self._source = source
+        going_on = resume and (self.path / UNFINISHED).is_file()
+        self._shards = self._shards_to_keep() if going_on else []
+        # A shard that unfinished.json does not list was whole just when the writer died: it is written again.
+        for found in (MANIFEST,) if going_on else (MANIFEST, "shard-*.safetensors"):
             if any(self.path.glob(found)):
                 raise ValueError(
                     f"expected {self.path} to hold no dataset, found {found}. Choose another folder or remove it."
                 )
-        if shard_tokens <= 0:
-            raise ValueError(f"expected a positive shard_tokens, found {shard_tokens}. Set it to at least 1.")
         self.path.mkdir(parents=True, exist_ok=True)
         self._shard_tokens = shard_tokens
-        self._shards: list[ShardInfo] = []
-        self._num_samples = 0
+        self._num_samples = sum(shard.num_samples for shard in self._shards)
         self._pending: list[dict[str, Tensor]] = []
         self._pending_tokens = 0
+
+    @property
+    def num_samples(self) -> int:
+        """Samples so far, those of an earlier writer included."""
+        return self._num_samples
 
     def add(
         self,
@@ -149,21 +166,57 @@ class DatasetWriter:
             raise ValueError(f"expected at least one sample for {self.path}, found none. Add samples before close.")
         if self._pending:
             self._flush()
-        values = {field.name: getattr(self._info, field.name) for field in fields(DatasetInfo)}
-        info = DatasetInfo(**{**values, "num_samples": self._num_samples, "shards": tuple(self._shards)})
-        temporary = self.path / (MANIFEST + ".tmp")
-        temporary.write_text(info.to_json())
-        publish(temporary, self.path / MANIFEST)
+        info = replace(self._info, num_samples=self._num_samples, shards=tuple(self._shards))
+        _write_text(self.path / MANIFEST, info.to_json())
+        (self.path / UNFINISHED).unlink(missing_ok=True)
         return info
 
     def _flush(self) -> None:
         lengths = [len(tensors["input_ids"]) for tensors in self._pending]
         shard = {name: torch.cat([tensors[name] for tensors in self._pending]) for name in self._pending[0]}
         shard["offsets"] = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+        if not self._shards:
+            self._list_shards()
         file = self.path / f"shard-{len(self._shards):05d}.safetensors"
         _save(file, shard)
         self._shards.append(ShardInfo(file.name, len(lengths), sum(lengths), file.stat().st_size, sha256(file)))
         self._pending, self._pending_tokens = [], 0
+        self._list_shards()
+
+    def _list_shards(self) -> None:
+        state = self._state() | {"shards": [asdict(shard) for shard in self._shards]}
+        _write_text(self.path / UNFINISHED, json.dumps(state) + "\n")
+
+    def _state(self) -> dict[str, Any]:
+        """What two writers of one dataset have in common."""
+        return {"dataset": json.loads(self._info.to_json()), "source": self._source}
+
+    def _shards_to_keep(self) -> list[ShardInfo]:
+        """The whole shards of an earlier writer. Raises ValueError when it wrote another dataset or a shard is not its own."""
+        file = self.path / UNFINISHED
+        try:
+            state = json.loads(file.read_bytes())
+            shards = [ShardInfo(**shard) for shard in state.pop("shards")]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"expected the list of shards in {file}, found a damaged one ({error}). Remove {self.path} and start again."
+            ) from error
+        expected = self._state()
+        if state != expected:
+            # What differs, by name: most likely a setting, or the source has changed since.
+            theirs, ours = ({"source": s.get("source"), **s.get("dataset", {})} for s in (state, expected))
+            names = ", ".join(name for name in ours if theirs.get(name) != ours[name])
+            raise ValueError(
+                f"expected {self.path} to be unfinished work of the same source and settings, found another {names}. "
+                "Choose another folder or remove it."
+            )
+        for shard in shards:
+            path = self.path / shard.file
+            if not path.is_file() or path.stat().st_size != shard.num_bytes:
+                raise ValueError(
+                    f"expected {shard.num_bytes} bytes in {path}, found another file or none. Remove {self.path} and start again."
+                )
+        return shards
 
     def __enter__(self) -> Self:
         return self
@@ -178,4 +231,10 @@ class DatasetWriter:
 def _save(file: Path, tensors: dict[str, Tensor]) -> None:
     temporary = file.with_name(file.name + ".tmp")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(temporary))
+    publish(temporary, file)
+
+
+def _write_text(file: Path, text: str) -> None:
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(text)
     publish(temporary, file)

@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 FORMAT_VERSION = 1
 MANIFEST = "dataset.json"
 TARGET_FILE = "target.safetensors"
+# Beside the shards of a dataset that is being written.
+UNFINISHED = "unfinished.json"
 
 
 @dataclass(frozen=True)
