@@ -48,7 +48,7 @@ def drafter_config(settings: Settings, info: DatasetInfo) -> DrafterConfig:
     refuse_unreproduced(target)
     model = settings.model
     if model.init:
-        config = load_drafter_config(model.init)
+        config = load_drafter_config(model.init, target.get("num_hidden_layers"))
         for name, expected in (
             ("hidden_size", info.hidden_size),
             ("target_layer_ids", info.target_layer_ids),
@@ -75,11 +75,13 @@ def drafter_config(settings: Settings, info: DatasetInfo) -> DrafterConfig:
         vocab_size=info.vocab_size,
         layer_types=model.types_of_layers,
         sliding_window=model.sliding_window or None,
+        causal_layers=None if model.causal == "auto" else (model.causal == "yes",) * model.num_hidden_layers,
         rms_norm_eps=norm_eps(target),
         rope=rope_from_config(target),
         max_position_embeddings=_needed(target, "max_position_embeddings", 32768),
         bos_token_id=target.get("bos_token_id"),
         eos_token_id=_first(target.get("eos_token_id")),
+        initializer_range=model.initializer_range,
     )
 
 
@@ -187,10 +189,10 @@ def engine_options(settings: Settings, device: torch.device, precision: str) -> 
 
 
 def initial_weights(settings: Settings, config: DrafterConfig) -> dict[str, torch.Tensor]:
-    """The tensors of model.init, or new ones. Raises ValueError when model.init is damaged."""
+    """The tensors of model.init, or new ones. Raises ValueError when model.init is damaged or not of that config."""
     if not settings.model.init:
         return initial_parameters(config, settings.run.seed, settings.model.initializer_range)
-    return load_drafter(Path(settings.model.init))[1]
+    return load_drafter(Path(settings.model.init), config.num_target_layers)[1]
 
 
 def make_plan(settings: Settings, dataset: Dataset, config: DrafterConfig, device: torch.device) -> Plan:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,9 @@ def saved_weights(folder: Path) -> dict[str, Tensor]:
 def check_config(folder: Path, config: DrafterConfig) -> None:
     """Raises ValueError when a training checkpoint is damaged or was made for another drafter than `config`."""
     saved, ours = saved_config(folder).to_json(), config.to_json()
-    changed = sorted(key for key in ours.keys() | saved.keys() if ours.get(key) != saved.get(key))
+    # How the first weights were drawn no longer matters.
+    compared = (ours.keys() | saved.keys()) - {"initializer_range"}
+    changed = sorted(key for key in compared if ours.get(key) != saved.get(key))
     if changed:
         key = changed[0]
         raise ValueError(
@@ -152,17 +154,24 @@ def load_checkpoint(folder: Path, engine: Engine) -> Position:
 
 
 def save_drafter(
-    folder: Path, config: DrafterConfig, weights: dict[str, Tensor], beside: dict[str, Any] | None = None
+    folder: Path,
+    config: DrafterConfig,
+    weights: dict[str, Tensor],
+    beside: dict[str, Any] | None = None,
+    describe: Callable[[dict[str, object]], dict[str, object]] | None = None,
 ) -> None:
     """A drafter as servers load it: config.json and model.safetensors in bf16 under z-lab's names. Replaces `folder` and
-    all in it. beside: file name -> what it holds as JSON. Raises OSError, and ValueError for weights that are not finite."""
+    all in it. beside: file name -> what it holds as JSON. describe: from z-lab's config.json to another layout's. Raises
+    OSError, and ValueError for weights that are not finite or layers that the layout cannot say."""
+    written = replace(config, dtype="bfloat16").to_json()
+    written = written if describe is None else describe(written)
 
     def write(into: Path) -> None:
         # To the host first: a conversion on the device would allocate there, in the middle of training.
         tensors = {name: tensor.detach().cpu().to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
         _refuse_nonfinite(folder, tensors)
         _save(tensors, into / WEIGHTS_FILE)
-        (into / CONFIG_FILE).write_text(json.dumps(config.to_json() | {"dtype": "bfloat16"}, indent=2) + "\n")
+        (into / CONFIG_FILE).write_text(json.dumps(written, indent=2) + "\n")
         for name, content in (beside or {}).items():
             (into / name).write_text(json.dumps(content, indent=1) + "\n")
 

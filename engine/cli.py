@@ -113,18 +113,24 @@ def plan(data: Path, config: str | None, overrides: Sequence[str], as_json: bool
 @click.argument("config", required=False, type=click.Path(dir_okay=False))
 @set_option
 @click.option(
+    "--init",
+    metavar="DRAFTER",
+    type=click.Path(file_okay=False),
+    help="Start from the drafter in this folder instead of new weights; short for --set model.init=DRAFTER.",
+)
+@click.option(
     "--resume/--no-resume",
     default=True,
     show_default=True,
     help="Go on from the last checkpoint in run.output if there is one; --no-resume refuses a folder that has one.",
 )
 @json_option
-def train(config: str | None, overrides: Sequence[str], resume: bool, as_json: bool) -> None:
+def train(config: str | None, overrides: Sequence[str], init: str | None, resume: bool, as_json: bool) -> None:
     """Train a drafter as the TOML file CONFIG says.
 
     Ctrl-C saves a checkpoint before it ends; the same command then goes on from there.
     """
-    settings = load_settings(config, overrides)
+    settings = load_settings(config, [*overrides, *([] if init is None else [f"model.init={init}"])])
     require_data(settings)
     from engine.train import train as train_drafter
 
@@ -141,16 +147,28 @@ def require_data(settings: Settings) -> None:
 @cli.command()
 @click.argument("source", metavar="RUN_OR_CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--layout",
+    type=click.Choice(["z-lab", "speculators"]),
+    default="z-lab",
+    show_default=True,
+    help="z-lab: vLLM, SGLang and llama.cpp load it; speculators: for vLLM, names its target.",
+)
+@click.option(
+    "--verifier", metavar="TARGET", default="", help="With speculators: name or folder of the target to serve with."
+)
+@click.option("--with-head", is_flag=True, help="With speculators: copy embedding and head from the folder TARGET.")
 @json_option
-def export(source: Path, out: Path, as_json: bool) -> None:
+def export(source: Path, out: Path, layout: str, verifier: str, with_head: bool, as_json: bool) -> None:
     """Write a trained drafter to the folder OUT as vLLM, SGLang and llama.cpp load it.
 
     RUN_OR_CHECKPOINT is a run's folder (its best drafter is taken, or its last checkpoint if none was evaluated), one
-    checkpoint's or a drafter's. OUT, a new or empty folder, gets config.json and model.safetensors in bf16.
+    checkpoint's or a drafter's. OUT, a new or empty folder, gets config.json and model.safetensors in bf16. How to serve it:
+    docs/serving.md.
     """
     from engine.export import export_drafter
 
-    echo_json(export_drafter(source, out), as_json)
+    echo_json(export_drafter(source, out, layout=layout, verifier=verifier, with_head=with_head), as_json)
 
 
 @cli.command("eval")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from engine.rope import RopeConfig, rope_from_config, rope_to_config
+from engine.speculators_layout import from_speculators, is_speculators
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -42,6 +43,7 @@ class DrafterConfig:
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
@@ -98,6 +100,9 @@ class DrafterConfig:
         is_causal = config.get("is_causal")
         if is_causal is None:
             is_causal = inner.get("causal")
+        if is_causal is None and _all_slide(config, inner):
+            # Who writes use_swa alone trained without causality inside the block (MiMo, Model-Optimizer); so reads vLLM.
+            is_causal = False
         heads = _integer(config, "num_attention_heads")
         hidden_size = _integer(config, "hidden_size")
         taps = merged.get("target_layer_ids")
@@ -126,6 +131,7 @@ class DrafterConfig:
             bos_token_id=_token(config, "bos_token_id"),
             eos_token_id=_token(config, "eos_token_id"),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            initializer_range=float(str(config.get("initializer_range", 0.02))),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
         )
 
@@ -150,7 +156,7 @@ class DrafterConfig:
             "rms_norm_eps": self.rms_norm_eps,
             "attention_bias": False,
             "attention_dropout": 0.0,
-            "initializer_range": 0.02,
+            "initializer_range": self.initializer_range,
             "layer_types": list(self.layer_types),
             "max_window_layers": self.num_hidden_layers,
             "sliding_window": self.sliding_window,
@@ -162,12 +168,25 @@ class DrafterConfig:
             "eos_token_id": self.eos_token_id,
             "tie_word_embeddings": self.tie_word_embeddings,
             "use_cache": True,
+            # transformers 4.56 renamed torch_dtype; both are read somewhere.
             "dtype": self.dtype,
+            "torch_dtype": self.dtype,
         }
 
 
-def load_drafter_config(directory: str | Path) -> DrafterConfig:
-    """Read `directory`/config.json. Raises ValueError when the file is missing or refused."""
+def load_drafter_config(directory: str | Path, num_target_layers: int | None = None) -> DrafterConfig:
+    """Read `directory`/config.json, in z-lab's or speculators' layout. Raises ValueError when it is missing or refused.
+
+    `num_target_layers` stands in where the file does not say: speculators' own do not.
+    """
+    config = read_drafter_json(directory)
+    if is_speculators(config):
+        config = from_speculators(config, num_target_layers)
+    return DrafterConfig.from_json(config)
+
+
+def read_drafter_json(directory: str | Path) -> dict[str, object]:
+    """The object in `directory`/config.json. Raises ValueError when there is none."""
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise ValueError(
@@ -178,7 +197,9 @@ def load_drafter_config(directory: str | Path) -> DrafterConfig:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"drafter config: expected JSON in {path}, found {error}. Copy the file again.") from error
-    return DrafterConfig.from_json(config)
+    if not isinstance(config, dict):
+        raise ValueError(f"config.json: expected an object, found {config!r}. Correct the drafter's config.json.")
+    return config
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -216,10 +237,10 @@ def _token(config: Mapping[str, object], name: str) -> int | None:
 def _layers(
     config: Mapping[str, object], inner: Mapping[str, object], num_layers: int
 ) -> tuple[tuple[str, ...], int | None]:
-    """Kinds and window. Model-Optimizer writes dflash_config.use_swa for "every layer slides", no layer_types."""
-    if inner.get("use_swa"):
-        return (SLIDING,) * num_layers, _integer({**config, **inner}, "swa_window_size", _window(config))
+    """Kinds and window. dflash_config.use_swa makes every layer slide, unless layer_types has sliding layers (vLLM)."""
     kinds = config.get("layer_types")
+    if _all_slide(config, inner):
+        kinds = [SLIDING] * num_layers
     if kinds is None:
         first_sliding = _integer(config, "max_window_layers", 0) if config.get("use_sliding_window") else num_layers
         kinds = [SLIDING if i >= first_sliding else FULL for i in range(num_layers)]
@@ -228,7 +249,14 @@ def _layers(
             f"layer_types: expected {num_layers} entries (num_hidden_layers), found {kinds!r}. Correct the config.json."
         )
     kinds = tuple(str(kind) for kind in kinds)
+    if SLIDING in kinds and inner.get("swa_window_size") is not None:
+        return kinds, _integer(inner, "swa_window_size")
     return kinds, _window(config) if SLIDING in kinds else None
+
+
+def _all_slide(config: Mapping[str, object], inner: Mapping[str, object]) -> bool:
+    kinds = config.get("layer_types")
+    return bool(inner.get("use_swa")) and not (isinstance(kinds, Sequence) and SLIDING in kinds)
 
 
 def _window(config: Mapping[str, object]) -> int | None:
@@ -324,6 +352,11 @@ def _check(config: DrafterConfig) -> None:
         raise ValueError(
             f"sliding_window: expected a positive window for the sliding layers, found {config.sliding_window}. Set "
             "it in the config."
+        )
+    if SLIDING in config.layer_types and config.sliding_window and config.sliding_window < config.block_size:
+        raise ValueError(
+            f"sliding_window: expected at least block_size {config.block_size}, found {config.sliding_window}: servers "
+            "apply the window inside the block too, training to the context alone. Enlarge the window."
         )
     if config.causal_layers is not None and len(config.causal_layers) != len(config.layer_types):
         raise ValueError(

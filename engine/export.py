@@ -1,56 +1,110 @@
-"""From a run or a checkpoint to the folder that vLLM, SGLang and llama.cpp load."""
+"""From a run or a checkpoint to the folder that vLLM, SGLang and llama.cpp load: z-lab's layout, or speculators' for vLLM."""
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+import torch
 from torch import Tensor
 
-from engine.checkpoint import (
-    TRAINING_FILE,
-    WEIGHTS_FILE,
-    checkpoints,
-    save_drafter,
-    saved_config,
-    saved_weights,
-)
-from engine.drafter_config import DrafterConfig, load_drafter_config
-from engine.params import parameter_shapes
+from buffers.dataset import load_target_tensors
+from engine.checkpoint import TRAINING_FILE, checkpoints, save_drafter, saved_config, saved_weights
+from engine.drafter_config import DrafterConfig, load_drafter_config, read_drafter_json
+from engine.drafter_files import INDEX_FILE, WEIGHTS_FILE, read_tensors
+from engine.params import check_tensors, parameter_shapes
 from engine.reports import make_console
+from engine.speculators_layout import NOT_THE_DRAFTERS, is_speculators, to_speculators
+
+LAYOUTS = ("z-lab", "speculators")
+_READ = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def load_drafter(folder: Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
-    """Config and tensors of a drafter in the servers' layout; names and shapes checked. Raises ValueError."""
-    config = load_drafter_config(folder)
-    try:
-        weights = load_file(folder / WEIGHTS_FILE)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{folder}: expected a readable {WEIGHTS_FILE}, found: {error}") from error
-    _check_shapes(folder / WEIGHTS_FILE, config, weights)
+def load_drafter(folder: Path, num_target_layers: int | None = None) -> tuple[DrafterConfig, dict[str, Tensor]]:
+    """Config and tensors (as stored: bf16, fp16 or fp32) of a drafter in z-lab's layout or speculators'; names, shapes and
+    types checked. num_target_layers: see load_drafter_config. Raises ValueError."""
+    config = load_drafter_config(folder, num_target_layers)
+    weights = read_tensors(folder)
+    if is_speculators(read_drafter_json(folder)):
+        weights = {name: tensor for name, tensor in weights.items() if name not in NOT_THE_DRAFTERS}
+    check_tensors(str(folder), parameter_shapes(config), weights)
+    others = [f"{name} {tensor.dtype}" for name, tensor in weights.items() if tensor.dtype not in _READ]
+    if others:
+        raise ValueError(
+            f"{folder}: expected tensors in bf16, fp16 or fp32, found {', '.join(others[:3])}; use weights that are not "
+            "quantised"
+        )
     return config, weights
 
 
-def _check_shapes(file: Path, config: DrafterConfig, weights: dict[str, Tensor]) -> None:
-    shapes = parameter_shapes(config)
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
-    if wrong:
-        name = wrong[0]
-        raise ValueError(
-            f"{file}: {name}: expected shape {shapes.get(name, 'none: no such tensor')}, found "
-            f"{found.get(name, 'none')}; {len(wrong)} tensors do not fit the config"
-        )
-
-
-def export_drafter(source: Path, out: Path) -> dict[str, Any]:
+def export_drafter(
+    source: Path, out: Path, *, layout: str = "z-lab", verifier: str = "", with_head: bool = False
+) -> dict[str, Any]:
     """source: a run's folder (its best drafter, else its last checkpoint), a training checkpoint or a drafter's folder.
 
-    Writes config.json and model.safetensors (bf16) to `out`, a new or empty folder. Raises ValueError.
+    Writes config.json and model.safetensors (bf16) to `out`, a new or empty folder. layout "speculators" needs `verifier`,
+    the target's name or folder; with_head adds the target's embedding and head from that folder. Raises ValueError.
     """
     out = out.resolve()
+    _refuse_occupied(out)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, found {layout!r}")
+    if (layout == "speculators") != bool(verifier):
+        raise ValueError(
+            f"verifier: expected the target's name or folder with layout speculators and none otherwise, found "
+            f"{verifier!r} with {layout}"
+        )
+    if with_head and layout != "speculators":
+        raise ValueError(
+            "with head: expected layout speculators, found z-lab, whose loaders take the target's own head"
+        )
+    chosen = _choose(source)
+    if (chosen / TRAINING_FILE).is_file():
+        config, weights = saved_config(chosen), saved_weights(chosen)
+        check_tensors(str(chosen / TRAINING_FILE), parameter_shapes(config), weights)
+    else:
+        config, weights = load_drafter(chosen)
+    describe = partial(to_speculators, verifier=verifier, verifier_architectures=_architectures(verifier))
+    if with_head:
+        weights = _with_head(config, weights, verifier)
+    save_drafter(out, config, weights, describe=describe if layout == "speculators" else None)
+    load_drafter(out)
+    make_console().print(
+        f"{out}: {len(weights)} tensors from {chosen}, blocks of {config.block_size}, {layout} layout",
+        markup=False,
+        soft_wrap=True,
+    )
+    return {
+        "source": str(chosen),
+        "out": str(out),
+        "layout": layout,
+        "tensors": len(weights),
+        "block_size": config.block_size,
+    }
+
+
+def _architectures(verifier: str) -> list[str]:
+    """What a local target's config.json names; nothing for a target that is known by name only."""
+    described = Path(verifier) / "config.json"
+    if not described.is_file():
+        return []
+    try:
+        return list(json.loads(described.read_text(encoding="utf-8")).get("architectures") or [])
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{described}: expected the target's config.json, found {error}") from error
+
+
+def _with_head(config: DrafterConfig, weights: dict[str, Tensor], verifier: str) -> dict[str, Tensor]:
+    target = load_target_tensors(verifier)
+    sizes = dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (config.vocab_size, config.hidden_size))
+    weights = weights | {name: target[name] for name in sizes}
+    check_tensors(verifier, parameter_shapes(config) | sizes, weights)
+    return weights
+
+
+def _refuse_occupied(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out}: expected a new or empty folder, found a file; choose another name")
     if out.exists() and any(out.iterdir()):
@@ -60,24 +114,12 @@ def export_drafter(source: Path, out: Path) -> dict[str, Any]:
     for beside in (out.with_name(f".{out.name}.writing"), out.with_name(f".{out.name}.old")):
         if beside.exists():
             raise ValueError(f"{out}: expected no {beside.name} beside it, found one; remove it or choose another name")
-    chosen = _choose(source)
-    if (chosen / TRAINING_FILE).is_file():
-        config, weights = saved_config(chosen), saved_weights(chosen)
-        _check_shapes(chosen / TRAINING_FILE, config, weights)
-    else:
-        config, weights = load_drafter(chosen)
-    save_drafter(out, config, weights)
-    load_drafter(out)
-    make_console().print(
-        f"{out}: {len(weights)} tensors from {chosen}, blocks of {config.block_size}", markup=False, soft_wrap=True
-    )
-    return {"source": str(chosen), "out": str(out), "tensors": len(weights), "block_size": config.block_size}
 
 
 def _choose(source: Path) -> Path:
     best, saved = source / "best", checkpoints(source / "checkpoints")
     for folder in (source, best, *reversed(saved[-1:])):
-        if (folder / WEIGHTS_FILE).is_file() or (folder / TRAINING_FILE).is_file():
+        if any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE, TRAINING_FILE)):
             return folder
     raise ValueError(
         f"{source}: expected a run's folder, a checkpoint or a drafter, found none of best/{WEIGHTS_FILE}, "

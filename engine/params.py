@@ -59,6 +59,25 @@ def initial_parameters(config: DrafterConfig, seed: int, std: float = 0.02) -> d
     }
 
 
+def check_tensors(
+    where: str, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], most: int = 12
+) -> None:
+    """Strict: raises one ValueError that lists what is missing, unexpected and misshapen (`most` of them, and the count)."""
+    problems = [f"no {name}" for name in shapes if name not in tensors]
+    problems += [f"unexpected {name}" for name in tensors if name not in shapes]
+    problems += [
+        f"{name} {tuple(tensors[name].shape)} for {shape}"
+        for name, shape in shapes.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    if problems:
+        more = f", and {len(problems) - most} more" if len(problems) > most else ""
+        raise ValueError(
+            f"{where}: expected the {len(shapes)} tensors of its config.json, found {', '.join(problems[:most])}{more}. Take "
+            "the weights and the config.json of one drafter"
+        )
+
+
 class ParamArena:
     """Owns every trainable number. Addresses never change after construction; load_ and the update write in place."""
 
@@ -130,16 +149,7 @@ class ParamArena:
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies a drafter's tensors in. Strict: raises ValueError listing missing, unexpected and misshapen names."""
-        problems = [f"missing {name}" for name in self.shapes if name not in tensors]
-        problems += [f"unexpected {name}" for name in tensors if name not in self.shapes]
-        problems += [
-            f"{name} has shape {tuple(tensors[name].shape)}, expected {shape}"
-            for name, shape in self.shapes.items()
-            if name in tensors and tuple(tensors[name].shape) != shape
-        ]
-        if problems:
-            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-            raise ValueError(f"drafter weights do not fit the config: {'; '.join(problems[:5])}{more}")
+        check_tensors("drafter", self.shapes, tensors)
         for name, value in tensors.items():
             self._write(name, value)
 

@@ -49,10 +49,10 @@ class RopeConfig:
 _YARN_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
-def _scaling_of(config: Mapping[str, object]) -> dict[str, object]:
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _spelling(config: Mapping[str, object], name: str) -> dict[str, object]:
+    scaling = config.get(name) or {}
     if not isinstance(scaling, Mapping):
-        raise ValueError(f"rope_scaling: expected an object or null, found {scaling!r}. Correct the config.json.")
+        raise ValueError(f"{name}: expected an object or null, found {scaling!r}. Correct the config.json.")
     return dict(scaling)
 
 
@@ -65,9 +65,20 @@ def _number(name: str, value: object) -> float:
 def rope_from_config(config: Mapping[str, object]) -> RopeConfig:
     """Read the rotary embedding of a Hugging Face config.json (old and new spelling).
 
-    Raises ValueError for a kind that is not reproduced, for a partial rotation and for missing yarn numbers.
+    Raises ValueError for a kind that is not reproduced, for a partial rotation, for missing yarn numbers, and where the
+    two spellings say different things: some readers take the one, some the other.
     """
-    scaling = _scaling_of(config)
+    new, old = _spelling(config, "rope_parameters"), _spelling(config, "rope_scaling")
+    rope = _read_spelling(config, new or old)
+    if new and old and _read_spelling(config, old) != rope:
+        raise ValueError(
+            f"rope_scaling: expected what rope_parameters says, found {old} beside {new}. Correct the config.json: servers "
+            "differ in which of them they read."
+        )
+    return rope
+
+
+def _read_spelling(config: Mapping[str, object], scaling: Mapping[str, object]) -> RopeConfig:
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     theta = _number("rope_theta", scaling.get("rope_theta", config.get("rope_theta", 10000.0)))
     partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
@@ -99,19 +110,21 @@ def rope_from_config(config: Mapping[str, object]) -> RopeConfig:
 
 
 def rope_to_config(rope: RopeConfig) -> dict[str, object]:
-    """The `rope_theta` and `rope_scaling` entries of a config.json, the spelling that every server reads."""
-    if rope.kind == "default":
-        return {"rope_theta": rope.theta, "rope_scaling": None}
-    scaling: dict[str, object] = {
-        "rope_type": rope.kind,
-        "factor": rope.factor,
-        "original_max_position_embeddings": rope.original_max_position_embeddings,
+    """The entries of a config.json in both spellings: `rope_theta` and `rope_scaling` as transformers 4 reads them,
+    `rope_parameters` as transformers 5 does (vLLM and SGLang take whichever their transformers gives them)."""
+    numbers: dict[str, object] = {"rope_type": rope.kind}
+    if rope.kind == "yarn":
+        numbers["factor"] = rope.factor
+        numbers["original_max_position_embeddings"] = rope.original_max_position_embeddings
+        defaults = RopeConfig(theta=rope.theta)
+        for name in _YARN_OPTIONAL:
+            if getattr(rope, name) != getattr(defaults, name):
+                numbers[name] = getattr(rope, name)
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": None if rope.kind == "default" else dict(numbers),
+        "rope_parameters": {"rope_theta": rope.theta, **numbers},
     }
-    defaults = RopeConfig(theta=rope.theta)
-    for name in _YARN_OPTIONAL:
-        if getattr(rope, name) != getattr(defaults, name):
-            scaling[name] = getattr(rope, name)
-    return {"rope_theta": rope.theta, "rope_scaling": scaling}
 
 
 def rope_inv_freq(rope: RopeConfig, head_dim: int, device: torch.device | str = "cpu") -> Tensor:

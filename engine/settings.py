@@ -40,13 +40,18 @@ class ModelSettings:
     sliding_window: int = setting(
         0, "context and draft tokens that a sliding layer sees; 0 without sliding layers", low=0
     )
+    causal: Literal["auto", "yes", "no"] = setting(
+        "auto",
+        "whether a slot sees only the slots up to its own in its block; auto: in sliding layers, not in full ones, as servers "
+        "assume; yes and no hold for every layer and are exported as is_causal",
+    )
     initializer_range: float = setting(
         0.02, "standard deviation of new weights; 0.02 as in z-lab's config.json", above=0.0
     )
     init: str = setting(
         "",
-        "folder of a drafter (config.json, model.safetensors) to start from instead of new weights; its config.json wins over "
-        "the sizes given here",
+        "folder of a drafter (config.json, model.safetensors; z-lab's or speculators' layout) to start from instead of new "
+        "weights; its config.json wins over the sizes given here; `train --init`",
     )
     attention: Literal["auto", "triton", "flex", "reference"] = setting(
         "auto",

@@ -170,12 +170,12 @@ def test_near_ties_are_counted_and_argmax_decides() -> None:
 
 
 def test_block_mask_of_sliding_and_causal_layers() -> None:
-    config = drafter_config(random_target().config, sliding_window=3)
+    config = drafter_config(random_target().config, sliding_window=5)
     mask = block_mask(config, 0, 6, torch.device("cpu"))
     assert mask is not None
     for k in range(5):
-        # Context >= a + k - (W - 1) with a = 6 and W = 3, then the block up to the slot itself.
-        assert mask[k].nonzero().flatten().tolist() == [c for c in range(6) if c >= 4 + k] + [
+        # Context >= a + k - (W - 1) with a = 6 and W = 5, then the block up to the slot itself.
+        assert mask[k].nonzero().flatten().tolist() == [c for c in range(6) if c >= 2 + k] + [
             6 + j for j in range(k + 1)
         ]
     assert block_mask(config, 1, 6, torch.device("cpu")) is None

@@ -59,9 +59,30 @@ def test_layer_types_from_older_spellings() -> None:
     config = {key: value for key, value in published().items() if key != "layer_types"}
     assert DrafterConfig.from_json({**config, "max_window_layers": 1}).layer_types == (FULL, SLIDING)
     assert DrafterConfig.from_json({**config, "use_sliding_window": False}).layer_types == (FULL, FULL)
-    inner = {**published()["dflash_config"], "use_swa": True, "swa_window_size": 7}  # type: ignore[dict-item]
-    swa = DrafterConfig.from_json({**config, "dflash_config": inner})
-    assert swa.layer_types == (SLIDING, SLIDING) and swa.sliding_window == 7
+    inner = {**published()["dflash_config"], "use_swa": True, "swa_window_size": 9}  # type: ignore[dict-item]
+    for layer_types in (None, [FULL, FULL]):
+        swa = DrafterConfig.from_json({**config, "dflash_config": inner, "layer_types": layer_types})
+        assert swa.layer_types == (SLIDING, SLIDING) and swa.sliding_window == 9
+        assert swa.causal_layers == (False, False) and swa.to_json()["is_causal"] is False
+    mixed = DrafterConfig.from_json({**published(), "dflash_config": inner})
+    assert mixed.layer_types == (SLIDING, FULL) and mixed.sliding_window == 9
+    assert mixed.causal_layers == (True, False)
+
+
+def test_the_window_is_the_servers() -> None:
+    with pytest.raises(ValueError, match="sliding_window: expected at least block_size 8, found 7: servers apply"):
+        DrafterConfig.from_json({**published(), "sliding_window": 7})
+
+
+def test_both_spellings_of_rope_say_the_same() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    config = dataclasses.replace(DrafterConfig.from_json(published()), rope=rope_from_config({"rope_scaling": yarn}))
+    written = config.to_json()
+    assert written["rope_scaling"] == yarn and written["rope_parameters"] == {"rope_theta": 10000.0, **yarn}
+    for spelling in ("rope_scaling", "rope_parameters"):
+        assert DrafterConfig.from_json({**written, spelling: None}) == config
+    with pytest.raises(ValueError, match="rope_scaling: expected what rope_parameters says, found .*: servers differ"):
+        DrafterConfig.from_json({**written, "rope_scaling": {**yarn, "factor": 2.0}})
 
 
 @pytest.mark.parametrize(

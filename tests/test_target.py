@@ -111,7 +111,7 @@ def test_taps_of_missing_layers_are_refused() -> None:
         ({"use_sliding_window": True}, "target use_sliding_window: expected False, found True"),
         ({"layer_types": ["sliding_attention"]}, "target layer_types: expected full_attention only"),
         ({"hidden_act": "gelu"}, "target hidden_act: expected 'silu', found 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "target rope kind: expected default, found 'yarn'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "target rope kind: expected default, found 'yarn'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope kind: expected one of default, yarn, found 'llama3'"),
         ({"hidden_size": None}, "target hidden_size: expected an integer, found None"),
         ({"num_key_value_heads": 4}, "expected num_attention_heads to be a multiple of num_key_value_heads 4"),
