@@ -1,245 +1,208 @@
-"""`dflash-engine bench buckets`: every bucket's step, eager against replay in one run, for a dataset or a named workload.
+"""`dflash-engine bench buckets`: every bucket's step and a whole epoch, for a dataset or for a mixture of lengths.
 
-Before a speed is shown the replay must equal the eager step bit for bit, and the timed replays must allocate and compile
-nothing.
+The epoch in its buckets is set against the same epoch padded to the longest sample, and replay against eager. Before a speed
+is shown every bucket's replay must equal the eager step bit for bit, and the timed replays must allocate and compile nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from bench.matmuls import bare_matmul_graph
-from bench.timing import host_ms, matmul_tflops, median_ms, provenance, write_result
-from bench.workloads import WORKLOADS, RandomInputs
-from buffers.batching import BatchPlan
+from bench.mixture import Mixture, mixture_for, mixture_subjects, plan_lengths
+from bench.plots import check_plot, plot_bars
+from bench.subjects import Subject, dataset_subjects, useful_tokens
+from bench.timed_step import measure_step
+from bench.timing import matmul_tflops, provenance, write_result
+from bench.workloads import Workload, chosen_workloads
+from buffers.batching import Batch
 from buffers.dataset import Dataset
-from buffers.shapes import Bucket
-from buffers.staging import InputPipeline
-from engine.assemble import (
-    drafter_config,
-    engine_options,
-    frozen_target,
-    initial_weights,
-    make_plan,
-    pipeline_options,
-    resolve_device,
-    resolve_precision,
-)
-from engine.engine import Engine
+from engine.assemble import resolve_device
 from engine.reports import make_console, print_table
 from engine.settings import Settings
-from engine.settings_fields import SettingsError
-from engine.work import step_flop
-from graphs.executor import BuildReport
-from graphs.guards import Counters, host_sync_is_an_error
-
-# A minute or more for one step of a named workload would help nobody.
-MOST_FLOP_ON_CPU = 1e12
 
 
 def run(
-    data: Path | None, settings: Settings, *, workloads: Sequence[str], repeats: int, out: Path | None
+    data: Path | None,
+    settings: Settings,
+    *,
+    samples: int = 2000,
+    workloads: Sequence[str] = (),
+    repeats: int,
+    out: Path | None,
+    plot: Path | None = None,
 ) -> dict[str, Any]:
-    """Measures and prints; returns (and writes to `out`) one record a bucket with where it was measured.
+    """Measures and prints; returns (and writes to `out`) a record a bucket and the epoch's, with where it was measured.
 
-    Raises ValueError when a replay differs from its eager step, or allocates or compiles.
+    data: a dataset's folder; without it `samples` of a mixture of lengths on the model of the first of `workloads` (W2;
+    tiny on the CPU). Raises ValueError when a replay differs from its eager step, or allocates or compiles.
     """
+    check_plot(plot)
     device = resolve_device(settings.run.device)
     ceiling = matmul_tflops(device) if device.type == "cuda" else None
-    rows: list[dict[str, Any]] = []
     if data is not None:
-        rows += _dataset(data, settings, device, repeats)
-    for name in workloads:
-        rows.append(_workload(name, settings, device, repeats))
-    figures = {"where": provenance(), "matmul_tflops": ceiling, "buckets": rows}
+        measured = _dataset(data, settings, device, repeats)
+    else:
+        (workload,) = chosen_workloads(workloads[:1], device, default=("W2",))
+        measured = _mixture(mixture_for(device, samples), workload, settings, device, repeats)
+    figures = {"where": provenance(), "matmul_tflops": ceiling, **measured}
     _print(figures)
     write_result(figures, out)
+    if plot is not None:
+        _plot(figures, plot)
     return figures
 
 
-def _workload(name: str, settings: Settings, device: torch.device, repeats: int) -> dict[str, Any]:
-    workload, precision = WORKLOADS[name], resolve_precision(settings.run.precision, device)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    config, bucket = workload.config(), workload.bucket
-    flop = step_flop(config, bucket)
-    if device.type == "cpu" and flop > MOST_FLOP_ON_CPU:
-        raise SettingsError(
-            f"--workload {name}: expected a CUDA device for steps of {flop / 1e12:.0f} TFLOP, found the CPU; give DATA to "
-            "measure the buckets of a dataset here"
-        )
-    if settings.objective.kl_weight > 0:
-        raise SettingsError(
-            "objective.kl_weight: expected 0 for a named workload, which has no last_hidden; give DATA."
-        )
-    options = engine_options(settings, device, precision)
-    inputs = RandomInputs(config, [bucket], device, dtype)
-    engine = Engine(
-        config,
-        workload.target(device, dtype),
-        [bucket],
-        inputs,
-        optimizer=None,
-        **options,
-    )
-    engine.params.draw_(settings.run.seed)
-    (report,) = engine.build()
-    row = {"workload": name, **_measure(engine, bucket, report, partial(inputs.fill, bucket), repeats)}
-    engine.close()
-    del engine, inputs
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        matmuls = bare_matmul_graph(config, bucket, device, options["chunk_rows"])
-        row["bare_matmuls_ms"] = median_ms(matmuls, device, repeats=repeats)
-        row["over_bare_matmuls"] = row["replay_ms"] / row["bare_matmuls_ms"]
-        torch.cuda.empty_cache()
-    return row
+def _dataset(data: Path, settings: Settings, device: torch.device, repeats: int) -> dict[str, Any]:
+    lengths = Dataset(data).lengths
+    with dataset_subjects(data, settings, device) as subjects:
+        rows, epochs = _epoch([subjects.subject(b) for b in subjects.engine.buckets], subjects.batches, repeats)
+        longest = subjects.engine.buckets[-1].S
+        del subjects
+    _free(device)
+    # Samples beyond the plan's largest bucket are cut off, left out or split by either way of padding alike.
+    padded = replace(settings, buckets=replace(settings.buckets, lengths=(longest,), max_length=0))
+    with dataset_subjects(data, padded, device) as subjects:
+        _, to_longest = _epoch([subjects.subject(b) for b in subjects.engine.buckets], subjects.batches, repeats)
+        del subjects
+    _free(device)
+    return _record(rows, epochs, to_longest, {"data": str(data), **_lengths(lengths)})
 
 
-def _dataset(data: Path, settings: Settings, device: torch.device, repeats: int) -> list[dict[str, Any]]:
-    dataset = Dataset(data)
-    precision = resolve_precision(settings.run.precision, device)
-    config = drafter_config(settings, dataset.info)
-    plan = make_plan(settings, dataset, config, device)
-    batches = BatchPlan(dataset.lengths, plan.buckets, too_long=settings.data.too_long, seed=settings.run.seed).epoch(0)
-    first = {batch.bucket: batch for batch in reversed(batches)}
-    rows = []
-    with InputPipeline(dataset, plan.buckets, **pipeline_options(settings, dataset, device, precision)) as inputs:
-        engine = Engine(
-            config,
-            frozen_target(settings, dataset),
-            plan.buckets,
-            inputs.inputs,
-            optimizer=None,
-            **engine_options(settings, device, precision),
-        )
-        engine.params.load_(initial_weights(settings, config))
-        reports = {report.name: report for report in engine.build()}
-        for bucket in plan.buckets:
-            batch = first[bucket]
-            row = _measure(engine, bucket, reports[f"train {bucket.name}"], partial(inputs.load, batch), repeats)
-            useful = sum(row.stop - row.start for row in batch.rows)
-            rows.append(
-                row
-                | {
-                    "useful_tokens_per_s": useful / row["replay_ms"] * 1e3,
-                    "padding": 1 - useful / (bucket.B * bucket.S),
-                }
-            )
-        engine.close()
-    return rows
-
-
-def _measure(
-    engine: Engine, bucket: Bucket, report: BuildReport, fill: Callable[[], None], repeats: int
+def _mixture(
+    mixture: Mixture, workload: Workload, settings: Settings, device: torch.device, repeats: int
 ) -> dict[str, Any]:
-    device, name = engine.device, f"train {bucket.name}"
-    make_console(stderr=True).print(f"measuring {bucket.name} ...")
-    held = torch.cuda.memory_reserved(device) / 2**30 if device.type == "cuda" else None
-    fill()
-    difference = engine.verify(bucket)
-    if difference is not None:
-        raise ValueError(
-            f"bucket {bucket.name}: the replay differs from the eager step in {difference.name} by {difference.relative:.1e} of "
-            "its largest value; no speed is shown"
-        )
-    fill()
-    if report.how == "called":
-        # On the CPU the step and its eager twin are one and the same call, and a slow one.
-        called_ms = median_ms(lambda: engine.executor.call(name), device, repeats=min(repeats, 3), warm_ups=0)
-        return _record(engine, bucket, report, replay_ms=called_ms, eager_ms=called_ms, host=(called_ms, called_ms))
-    eager_ms = median_ms(lambda: engine.executor.call(name), device, repeats=max(3, repeats // 4))
-    before = Counters.read(device)
-    replay_ms = median_ms(lambda: engine.executor.run(name), device, repeats=repeats)
-    with host_sync_is_an_error():
-        for _ in range(3):
-            engine.executor.run(name)
-    steady = Counters.read(device) - before
-    if steady.device_allocations or steady.compilations:
-        raise ValueError(
-            f"bucket {bucket.name}: expected no allocation and no compilation while replaying, found {steady}"
-        )
-    host = (
-        host_ms(lambda: engine.executor.run(name), device, repeats=5),
-        host_ms(lambda: engine.executor.call(name), device, repeats=3),
-    )
-    return _record(engine, bucket, report, replay_ms=replay_ms, eager_ms=eager_ms, host=host, held_gib=held)
+    lengths = mixture.lengths(settings.run.seed)
+    plan = plan_lengths(lengths, workload, settings, device)
+    with mixture_subjects(lengths, plan, workload, settings, device) as (subjects, batches):
+        rows, epochs = _epoch(subjects, batches, repeats)
+        del subjects
+    _free(device)
+    plan = plan_lengths(lengths, workload, settings, device, edges=(plan.buckets[-1].S,))
+    with mixture_subjects(lengths, plan, workload, settings, device) as (subjects, batches):
+        _, to_longest = _epoch(subjects, batches, repeats)
+        del subjects
+    _free(device)
+    about = {"workload": workload.name, "mixture": asdict(mixture), **_lengths(lengths)}
+    return _record(rows, epochs, to_longest, about)
+
+
+def _epoch(
+    subjects: Sequence[Subject], batches: Sequence[Batch], repeats: int
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+    """(a record a bucket, the epoch replayed and eager): the epoch's time is that of all its batches, one after the other."""
+    rows = [measure_step(subject, repeats) for subject in subjects]
+    counts = [sum(batch.bucket == subject.bucket for batch in batches) for subject in subjects]
+    useful = sum(map(useful_tokens, batches))
+    positions = sum(batch.bucket.B * batch.bucket.S for batch in batches)
+    epochs = {}
+    for way in ("replay", "eager"):
+        seconds = sum(count * row[f"{way}_ms"] for count, row in zip(counts, rows, strict=True)) / 1e3
+        epochs[way] = {
+            "batches": len(batches),
+            "seconds": seconds,
+            "useful_tokens_per_s": useful / seconds,
+            "padding": 1 - useful / positions,
+        }
+    return [row | {"batches": count} for row, count in zip(rows, counts, strict=True)], epochs
 
 
 def _record(
-    engine: Engine,
-    bucket: Bucket,
-    report: BuildReport,
-    *,
-    replay_ms: float,
-    eager_ms: float,
-    host: tuple[float, float],
-    held_gib: float | None = None,
+    rows: list[dict[str, Any]],
+    epochs: dict[str, dict[str, float]],
+    to_longest: dict[str, dict[str, float]],
+    about: dict[str, Any],
 ) -> dict[str, Any]:
-    """One bucket's figures, after the replay was found equal to the eager step and free of syncs, allocations, compilations."""
-    flop = step_flop(engine.config, bucket)
-    return {
-        "bucket": bucket.name,
-        "K": bucket.K,
-        "how": report.how,
-        "attention": engine.ops.name,
-        "equals_eager": True,
-        "replay_ms": replay_ms,
-        "eager_ms": eager_ms,
-        "replay_host_ms": host[0],
-        "eager_host_ms": host[1],
-        "tokens_per_s": bucket.B * bucket.S / replay_ms * 1e3,
-        "eager_tokens_per_s": bucket.B * bucket.S / eager_ms * 1e3,
-        "tflop": flop / 1e12,
-        "tflops": flop / replay_ms / 1e9,
-        "held_gib": held_gib,
-        "pool_mib": report.pool_mib,
-        # Anything else would have raised before this.
-        "host_syncs": 0,
-        "device_allocations": 0,
-        "compilations": 0,
-        "warm_up_s": report.warm_up_s,
-        "capture_s": report.capture_s,
+    epoch: dict[str, Any] = {
+        "buckets": epochs["replay"],
+        "buckets_eager": epochs["eager"],
+        "pad_to_longest": to_longest["replay"],
+        "pad_to_longest_eager": to_longest["eager"],
     }
+    for record in epoch.values():
+        record["time_over_buckets"] = record["seconds"] / epoch["buckets"]["seconds"]
+    return {**about, "buckets": rows, "epoch": epoch}
+
+
+def _lengths(lengths: NDArray[np.int64]) -> dict[str, Any]:
+    p50, p95 = np.percentile(lengths, [50, 95])
+    return {"samples": len(lengths), "length_median": float(p50), "length_p95": float(p95)}
+
+
+def _free(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _print(figures: dict[str, Any]) -> None:
-    where = figures["where"]
+    where, console = figures["where"], make_console()
     ceiling = f", bf16 matmul {figures['matmul_tflops']:.0f} TFLOP/s" if figures["matmul_tflops"] else ""
     print_table(
-        make_console(),
+        console,
         f"{where['gpu'] or 'CPU'}, torch {where['torch']}, {where['commit']}{ceiling}",
         (
             "bucket",
             "step",
+            "batches",
             "ms",
             "eager ms",
             "host ms",
             "eager host",
-            "tokens/s",
+            "useful tokens/s",
+            "padding",
             "TFLOP/s",
-            "x matmuls",
             "GiB",
             "start s",
         ),
         (
             (
-                f"{r.get('workload', '')} {r['bucket']}".strip(),
+                r["bucket"],
                 r["how"],
+                str(r["batches"]),
                 f"{r['replay_ms']:.2f}",
                 f"{r['eager_ms']:.2f}",
                 f"{r['replay_host_ms']:.2f}",
                 f"{r['eager_host_ms']:.2f}",
-                f"{r.get('useful_tokens_per_s', r['tokens_per_s']):,.0f}",
+                f"{r['useful_tokens_per_s']:,.0f}",
+                f"{r['padding']:.1%}",
                 f"{r['tflops']:.3g}",
-                f"{r['over_bare_matmuls']:.2f}" if "over_bare_matmuls" in r else "-",
                 f"{r['held_gib']:.2f}" if r["held_gib"] is not None else "-",
                 f"{r['warm_up_s'] + r['capture_s']:.1f}",
             )
             for r in figures["buckets"]
         ),
     )
+    print_table(
+        console,
+        f"an epoch of {figures['samples']} samples, median {figures['length_median']:.0f} tokens, "
+        f"95 of 100 under {figures['length_p95']:.0f}",
+        ("rows", "batches", "padding", "seconds", "useful tokens/s", "time / buckets"),
+        (
+            (
+                name.replace("_", " "),
+                str(record["batches"]),
+                f"{record['padding']:.1%}",
+                f"{record['seconds']:.3g}",
+                f"{record['useful_tokens_per_s']:,.0f}",
+                f"{record['time_over_buckets']:.2f}",
+            )
+            for name, record in figures["epoch"].items()
+        ),
+    )
+
+
+def _plot(figures: dict[str, Any], plot: Path) -> None:
+    names = [row["bucket"] for row in figures["buckets"]] + ["epoch", "epoch padded\nto the longest"]
+    rows, epoch = figures["buckets"], figures["epoch"]
+    replay = [row["useful_tokens_per_s"] for row in rows]
+    eager = [row["useful_tokens_per_s"] * row["replay_ms"] / row["eager_ms"] for row in rows]
+    for way, values in (("", replay), ("_eager", eager)):
+        values += [epoch[f"{name}{way}"]["useful_tokens_per_s"] for name in ("buckets", "pad_to_longest")]
+    title = f"{figures['where']['gpu'] or 'CPU'}: useful tokens/s"
+    plot_bars(plot, title, names, {"replay": replay, "eager": eager}, unit="useful tokens/s")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from engine.cli import cli, config_option, echo_json, json_option, run, set_option
+from bench.options import measure_options, workload_option
+from engine.cli import cli, echo_json, run
 from engine.settings import load_settings
 
 
@@ -16,42 +17,69 @@ def bench() -> None:
 
 
 @bench.command()
+@workload_option
+@click.option("--compiled/--no-compiled", default=True, show_default=True, help="Time torch.compile's step too.")
+@measure_options(20)
+def step(
+    workloads: Sequence[str],
+    compiled: bool,
+    config: str | None,
+    overrides: Sequence[str],
+    repeats: int,
+    as_json: bool,
+    out: Path | None,
+    plot: Path | None,
+) -> None:
+    """A training step eager, compiled and replayed, and the whole of it.
+
+    Milliseconds, tokens/s, TFLOP/s, memory, the ratio to the step's bare matmuls; the whole step with its data from disk,
+    clip and AdamW against forward and backward; the update against the copy bandwidth. Of the named workloads, or of
+    every bucket of data.path; without either of W1, W2 and W3, on the CPU of the tiny one.
+    """
+    settings = load_settings(config, overrides)
+    from bench.step import run as run_step
+
+    figures = run_step(settings, workloads=workloads, repeats=repeats, compiled=compiled, out=out, plot=plot)
+    echo_json(figures, as_json)
+
+
+@bench.command()
 @click.argument("data", required=False, type=click.Path(path_type=Path))
 @click.option(
-    "--workload",
-    "workloads",
-    type=click.Choice(["W1", "W2", "W3"]),
-    multiple=True,
-    help="Random data of a named shape instead of DATA: W1 0.6B-class, W2 8B, W3 27B; may be repeated.",
+    "--mixture",
+    is_flag=True,
+    help="Instead of DATA lognormal lengths, median 700, 95 of 100 under 2048, at most 4096; a tenth on the CPU.",
 )
-@config_option
-@set_option
 @click.option(
-    "--repeats", type=click.IntRange(min=1), default=20, show_default=True, help="Timed steps; the median counts."
+    "--samples", type=click.IntRange(min=1), default=2000, show_default=True, help="Samples of the mixture's epoch."
 )
-@json_option
-@click.option(
-    "--out", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Write the JSON there too."
-)
+@workload_option
+@measure_options(20)
 def buckets(
     data: Path | None,
+    mixture: bool,
+    samples: int,
     workloads: Sequence[str],
     config: str | None,
     overrides: Sequence[str],
     repeats: int,
     as_json: bool,
     out: Path | None,
+    plot: Path | None,
 ) -> None:
-    """Tokens/s, milliseconds and memory of each bucket, eager against replay in one run.
+    """Tokens/s of each bucket and of an epoch, against padding to the longest sample and against eager steps.
 
-    The buckets are those of the plan for the dataset in the folder DATA, or those of the named workloads.
+    The buckets are those of the plan for the dataset in the folder DATA, or for a mixture of lengths on the model of one
+    --workload (W2, on the CPU tiny).
     """
-    if (data is None) == (not workloads):
-        raise click.UsageError("Expected either DATA or --workload, found " + ("neither." if data is None else "both."))
+    if (data is None) != mixture:
+        raise click.UsageError("Expected either DATA or --mixture, found " + ("neither." if data is None else "both."))
+    if workloads and (data is not None or len(workloads) > 1):
+        raise click.UsageError("Expected at most one --workload, with --mixture. One step's speed: bench step.")
     settings = load_settings(config, overrides)
     from bench.buckets import run as run_buckets
 
-    figures = run_buckets(data, settings, workloads=tuple(workloads), repeats=repeats, out=out)
+    figures = run_buckets(data, settings, samples=samples, workloads=workloads, repeats=repeats, out=out, plot=plot)
     echo_json(figures, as_json)
 
 

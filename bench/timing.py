@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,12 @@ import torch
 
 
 def median_ms(step: Callable[[], object], device: torch.device, *, repeats: int, warm_ups: int = 3) -> float:
-    """Median milliseconds of a call: between device events on CUDA, by the host's clock on the CPU."""
+    """Median of times_ms."""
+    return statistics.median(times_ms(step, device, repeats=repeats, warm_ups=warm_ups))
+
+
+def times_ms(step: Callable[[], object], device: torch.device, *, repeats: int, warm_ups: int = 3) -> list[float]:
+    """Milliseconds of each of `repeats` calls: between device events on CUDA, by the host's clock on the CPU."""
     for _ in range(warm_ups):
         step()
     times = []
@@ -30,13 +35,42 @@ def median_ms(step: Callable[[], object], device: torch.device, *, repeats: int,
             step()
             event.record()
         torch.cuda.synchronize(device)
-        times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
-    else:
-        for _ in range(repeats):
-            start = time.perf_counter()
-            step()
-            times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+        return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    for _ in range(repeats):
+        start = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def spread(samples_ms: Sequence[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile, smallest and largest, and how many."""
+    ordered = sorted(samples_ms)
+    last = len(ordered) - 1
+    return {
+        "median": statistics.median(ordered),
+        "p10": ordered[round(0.1 * last)],
+        "p90": ordered[round(0.9 * last)],
+        "min": ordered[0],
+        "max": ordered[-1],
+        "repeats": len(ordered),
+    }
+
+
+def graph_ms(work: Callable[[], object], device: torch.device, *, repeats: int) -> float:
+    """Median milliseconds of the replay of a graph of one call, so that no launch is counted; on the CPU of the call."""
+    if device.type == "cpu":
+        return median_ms(work, device, repeats=repeats, warm_ups=1)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    return median_ms(graph.replay, device, repeats=repeats)
 
 
 def host_ms(step: Callable[[], object], device: torch.device, *, repeats: int) -> float:
@@ -55,6 +89,12 @@ def matmul_tflops(device: torch.device, size: int = 8192) -> float:
     """The ceiling: bf16 matmul of random square matrices, TFLOP/s."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / median_ms(lambda: a @ b, device, repeats=10) / 1e9
+
+
+def copy_gb_per_s(device: torch.device, nbytes: int = 2**31) -> float:
+    """The other ceiling: a copy of nbytes on the device, GB/s of bytes read and written."""
+    source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * nbytes / median_ms(lambda: target.copy_(source), device, repeats=10) / 1e6
 
 
 def provenance() -> dict[str, Any]:

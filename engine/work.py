@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from buffers.shapes import Bucket
 from engine.drafter_config import DrafterConfig
+from engine.params import ParamArena
 
 # The part of a step that does not shrink with its rows (small kernels, tails of waves, the copy into the inputs), in FLOP:
 # about 0.2 ms of an H200 at 600 TFLOP/s, 5 ms of two CPU cores at 50 GFLOP/s.
@@ -30,6 +31,14 @@ def step_flop(config: DrafterConfig, bucket: Bucket) -> float:
     per_context = 4 * config.num_taps * D * D + layers * 6 * D * 2 * GE
     keys = sum(min(bucket.S / 2, config.layer_window(i) or bucket.S) + bucket.K for i in range(layers))
     return bucket.B * (bucket.Q * (per_draft + 14 * HE * keys) + bucket.S * per_context)
+
+
+def update_bytes(params: ParamArena) -> int:
+    """Bytes that one optimizer update must move: the gradient read for its norm, then read and zeroed; the weight written; the
+    master and both moments read and written. 32 a parameter with bf16 weights and gradients."""
+    weight, grad = params.weight.element_size(), params.grad.element_size()
+    own_weight = 0 if params.master is params.weight else weight
+    return params.size * (3 * grad + own_weight + 3 * 2 * 4)
 
 
 def planning_cost(config: DrafterConfig, device_type: str) -> Callable[[Bucket], float]:

@@ -5,11 +5,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from bench import buckets, timing, workloads
+from bench import buckets, timing
 from bench.cli import main
+from bench.mixture import Mixture
 from engine.engine import Engine
 from engine.settings import load_settings
 from engine.settings_fields import SettingsError
@@ -50,16 +52,38 @@ def test_a_result_says_where_it_comes_from(tmp_path: Path) -> None:
     assert len(where["commit"].removesuffix("+changes")) in (12, len("unknown"))
 
 
-def test_a_named_workload_on_random_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = workloads.Workload("W1", 16, 32, 8, 64, S=128, N=32, K=4)
-    monkeypatch.setitem(workloads.WORKLOADS, "W1", tiny)
-    settings = load_settings(None, ["run.device=cpu"])
-    (row,) = buckets.run(None, settings, workloads=("W1",), repeats=1, out=None)["buckets"]
-    assert (row["workload"], row["bucket"], row["K"], row["how"]) == ("W1", "1x128x32", 4, "called")
-    assert row["tokens_per_s"] == pytest.approx(128 / row["replay_ms"] * 1e3)
+def test_an_epoch_in_buckets_against_padding_to_the_longest(tmp_path: Path) -> None:
+    epoch = measure(training_dataset(tmp_path / "data"))["epoch"]
+    assert epoch.keys() == {"buckets", "buckets_eager", "pad_to_longest", "pad_to_longest_eager"}
+    assert epoch["buckets"]["time_over_buckets"] == 1.0
+    assert epoch["buckets"]["batches"] == epoch["pad_to_longest"]["batches"] == 10
+    # 1,070 tokens in five rows of 128 and five of 256, or in ten of 256.
+    assert epoch["buckets"]["padding"] == pytest.approx(1 - 1070 / 1920)
+    assert epoch["pad_to_longest"]["padding"] == pytest.approx(1 - 1070 / 2560)
+    for record in epoch.values():
+        assert record["useful_tokens_per_s"] == pytest.approx(1070 / record["seconds"])
+
+
+def test_a_mixture_of_lengths(tmp_path: Path) -> None:
+    settings = load_settings(None, ["run.device=cpu", "buckets.num_anchors=32", "buckets.token_budget=2048"])
+    plot = tmp_path / "mixture.png"
+    figures = buckets.run(None, settings, samples=60, repeats=1, out=None, plot=plot)
+    assert (figures["workload"], figures["samples"]) == ("tiny", 60)
+    assert [row["K"] for row in figures["buckets"]] == [4] * len(figures["buckets"])
+    assert figures["epoch"]["pad_to_longest"]["padding"] > figures["epoch"]["buckets"]["padding"]
+    assert sum(row["batches"] for row in figures["buckets"]) == figures["epoch"]["buckets"]["batches"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SettingsError, match="kl_weight: expected 0 for a named workload, which has no last_hidden"):
         soft = load_settings(None, ["run.device=cpu", "objective.kl_weight=1"])
-        buckets.run(None, soft, workloads=("W1",), repeats=1, out=None)
+        buckets.run(None, soft, samples=60, repeats=1, out=None)
+
+
+def test_the_mixture_is_lognormal() -> None:
+    lengths = Mixture(samples=20_000).lengths()
+    assert np.median(lengths) == pytest.approx(700, rel=0.02)
+    assert np.mean(lengths < 2048) == pytest.approx(0.95, abs=0.005)
+    assert lengths.min() >= 16 and lengths.max() == 4096
+    assert (lengths == Mixture(samples=20_000).lengths()).all()
 
 
 def test_soft_labels_are_timed_where_the_data_has_them(tmp_path: Path) -> None:
@@ -94,6 +118,8 @@ def test_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 5
 
 
-def test_a_named_workload_is_refused_on_the_cpu() -> None:
-    with pytest.raises(SettingsError, match="--workload W1: expected a CUDA device for steps of 9 TFLOP, found the CPU"):
+def test_a_large_workload_is_refused_on_the_cpu() -> None:
+    with pytest.raises(
+        SettingsError, match="--workload W1: expected a CUDA device for steps of 9 TFLOP, found the CPU"
+    ):
         buckets.run(None, load_settings(None, ["run.device=cpu"]), workloads=("W1",), repeats=1, out=None)

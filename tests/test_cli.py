@@ -21,7 +21,8 @@ WORK = {
     "export": ("engine.export", "export_drafter", ["export", "run", "out"]),
     "eval": ("engine.evaluate", "evaluate_drafter", ["eval", "drafter", "data"]),
     "data inspect": ("engine.inspection", "inspect_dataset", ["data", "inspect", "data"]),
-    "bench buckets": ("bench.buckets", "run", ["bench", "buckets", "--workload", "W1"]),
+    "bench buckets": ("bench.buckets", "run", ["bench", "buckets", "--mixture"]),
+    "bench step": ("bench.step", "run", ["bench", "step", "--workload", "W1"]),
 }
 
 
@@ -68,7 +69,7 @@ assert not loaded, loaded
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for word in ("demo", "--seed", "--no-resume", "SECTION.KEY=VALUE", "--verify", "--decode", "[W1|W2|W3]"):
+    for word in ("demo", "--seed", "--no-resume", "SECTION.KEY=VALUE", "--verify", "--decode", "[W1|W2|W3|tiny]"):
         assert word in done.stdout
 
 
@@ -162,9 +163,10 @@ def test_traceback_on_request(replace: Replace, monkeypatch: pytest.MonkeyPatch)
         (["train"], "data.path: expected a dataset's folder, found nothing"),
         (["train", "absent.toml"], "absent.toml: expected a settings file, found none"),
         (["train", "--set", "run.sed=1"], "unknown setting run.sed; the nearest is run.seed"),
-        (["bench", "buckets"], "either DATA or --workload, found neither"),
-        (["bench", "buckets", "data", "--workload", "W1"], "either DATA or --workload, found both"),
-        (["bench", "buckets", "--workload", "W4"], "W4"),
+        (["bench", "buckets"], "either DATA or --mixture, found neither"),
+        (["bench", "buckets", "data", "--mixture"], "either DATA or --mixture, found both"),
+        (["bench", "buckets", "data", "--workload", "W1"], "at most one --workload, with --mixture"),
+        (["bench", "step", "--workload", "W4"], "W4"),
         (["demo", "--device", "tpu"], "tpu"),
     ],
 )

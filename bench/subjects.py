@@ -1,0 +1,163 @@
+"""What is measured: one bucket's step, built and with inputs to run on - of a named workload or of a dataset's plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.workloads import RandomInputs, Workload
+from buffers.batching import Batch, BatchPlan
+from buffers.dataset import Dataset
+from buffers.shapes import Bucket
+from buffers.staging import InputPipeline
+from engine.assemble import (
+    drafter_config,
+    engine_options,
+    frozen_target,
+    initial_weights,
+    make_plan,
+    pipeline_options,
+    resolve_precision,
+)
+from engine.engine import Engine
+from engine.settings import Settings
+from engine.settings_fields import SettingsError
+from graphs.executor import BuildReport
+
+
+@dataclass(frozen=True)
+class Subject:
+    """fill() puts content with `useful_tokens` context tokens into `inputs`, the bucket's static ones."""
+
+    name: str
+    engine: Engine
+    bucket: Bucket
+    report: BuildReport
+    inputs: Mapping[str, Tensor]
+    fill: Callable[[], None]
+    useful_tokens: int
+
+    @property
+    def step(self) -> str:
+        """The step's name in the executor."""
+        return f"train {self.bucket.name}"
+
+
+@contextmanager
+def workload_subject(workload: Workload, settings: Settings, device: torch.device) -> Iterator[Subject]:
+    """Forward and backward of a full row of random data, without optimizer states. Raises SettingsError for soft labels."""
+    refuse_soft_labels(settings)
+    precision = resolve_precision(settings.run.precision, device)
+    config, bucket = workload.config(), workload.bucket
+    inputs = RandomInputs(config, [bucket], device, compute_dtype(precision))
+    target = workload.target(device, compute_dtype(precision))
+    options = engine_options(settings, device, precision)
+    engine = Engine(config, target, [bucket], inputs, optimizer=None, **options)
+    engine.params.draw_(settings.run.seed)
+    try:
+        (report,) = engine.build()
+        fill = partial(inputs.fill, bucket)
+        yield Subject(workload.name, engine, bucket, report, inputs(bucket), fill, bucket.B * bucket.S)
+    finally:
+        engine.close()
+
+
+@dataclass(frozen=True)
+class DatasetSubjects:
+    """The steps of all buckets of a dataset's plan, and the batches of its first epoch."""
+
+    engine: Engine
+    inputs: InputPipeline
+    reports: Mapping[str, BuildReport]
+    batches: tuple[Batch, ...]
+
+    def subject(self, bucket: Bucket, batch: Batch | None = None) -> Subject:
+        """One bucket's, on `batch` or the first of its batches."""
+        batch = batch or next(batch for batch in self.batches if batch.bucket == bucket)
+        return Subject(
+            bucket.name,
+            self.engine,
+            bucket,
+            self.reports[f"train {bucket.name}"],
+            self.inputs.inputs(bucket),
+            partial(self.inputs.load, batch),
+            useful_tokens(batch),
+        )
+
+
+@contextmanager
+def dataset_subjects(
+    data: Path, settings: Settings, device: torch.device, *, optimizer: bool = False
+) -> Iterator[DatasetSubjects]:
+    """An engine over the buckets of the dataset's plan. optimizer: with masters, moments and the update's step."""
+    dataset = Dataset(data)
+    precision = resolve_precision(settings.run.precision, device)
+    config = drafter_config(settings, dataset.info)
+    buckets = make_plan(settings, dataset, config, device).buckets
+    plan = BatchPlan(dataset.lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed)
+    with InputPipeline(dataset, buckets, **pipeline_options(settings, dataset, device, precision)) as inputs:
+        engine = Engine(
+            config,
+            frozen_target(settings, dataset),
+            buckets,
+            inputs.inputs,
+            optimizer=settings.optimizer if optimizer else None,
+            **engine_options(settings, device, precision),
+        )
+        try:
+            engine.params.load_(initial_weights(settings, config))
+            reports = {report.name: report for report in engine.build()}
+            yield DatasetSubjects(engine, inputs, reports, tuple(plan.epoch(0)))
+        finally:
+            engine.close()
+
+
+@contextmanager
+def trained_from_disk(
+    folder: Path, workload: Workload, settings: Settings, device: torch.device
+) -> Iterator[DatasetSubjects]:
+    """A workload's engine with its optimizer, fed from the samples in `folder` (bench.temporary_data)."""
+    refuse_soft_labels(settings)
+    dataset = Dataset(folder)
+    precision = resolve_precision(settings.run.precision, device)
+    buckets = (workload.bucket,)
+    plan = BatchPlan(dataset.lengths, buckets, seed=settings.run.seed)
+    with InputPipeline(dataset, buckets, **pipeline_options(settings, dataset, device, precision)) as inputs:
+        engine = Engine(
+            workload.config(),
+            workload.target(device, compute_dtype(precision)),
+            buckets,
+            inputs.inputs,
+            optimizer=settings.optimizer,
+            **engine_options(settings, device, precision),
+        )
+        try:
+            engine.params.draw_(settings.run.seed)
+            reports = {report.name: report for report in engine.build()}
+            yield DatasetSubjects(engine, inputs, reports, tuple(plan.epoch(0)))
+        finally:
+            engine.close()
+
+
+def useful_tokens(batch: Batch) -> int:
+    """Context tokens that are no padding."""
+    return sum(row.stop - row.start for row in batch.rows)
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """Of weights, inputs and activations."""
+    return torch.float32 if precision == "fp32" else torch.bfloat16
+
+
+def refuse_soft_labels(settings: Settings) -> None:
+    """Raises SettingsError when the objective needs what random data does not have."""
+    if settings.objective.kl_weight > 0:
+        raise SettingsError(
+            "objective.kl_weight: expected 0 for a named workload, which has no last_hidden; give DATA."
+        )
