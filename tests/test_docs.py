@@ -1,0 +1,63 @@
+"""The pages for readers name settings and commands that there are."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from engine.cli import cli
+from engine.settings import SECTIONS, load_settings
+from engine.settings_fields import field_types
+
+DOCS = Path(__file__).parent.parent / "docs"
+SETTINGS = {f"{section}.{name}" for section, kind in SECTIONS.items() for name in field_types(kind)}
+
+
+def our_column(page: str) -> str:
+    """A page without the first column of its tables, which is the other trainer's."""
+    lines = []
+    for line in page.splitlines():
+        lines.append(line.split("|", 2)[2] if line.startswith("|") else line)
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("page", ["from-specforge.md", "serving.md"])
+def test_every_setting_that_is_named_exists(page: str) -> None:
+    text = our_column((DOCS / page).read_text(encoding="utf-8"))
+    sections = "|".join(SECTIONS)
+    named = set(re.findall(rf"\b((?:{sections})\.[a-z_][a-z_0-9]*)\b", text))
+    files = {"model.safetensors", "model.py", "run.toml", "run.yaml"}
+    assert len(named - files) >= {"from-specforge.md": 40, "serving.md": 4}[page]
+    assert named - files <= SETTINGS
+
+
+def test_the_page_for_specforge_names_every_setting_of_model_buckets_objective_and_optimizer() -> None:
+    """What a reader looks for is there, and a new setting has to be thought of."""
+    text = our_column((DOCS / "from-specforge.md").read_text(encoding="utf-8"))
+    from_the_target = {
+        f"model.{name}" for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    }
+    ours_alone = {"buckets.max_buckets", "buckets.lengths", "optimizer.grad_dtype"}
+    wanted = {name for name in SETTINGS if name.split(".")[0] in ("model", "buckets", "objective", "optimizer")}
+    assert {name for name in wanted - from_the_target - ours_alone if name not in text} == set()
+
+
+def test_the_translated_recipe_is_a_settings_file(tmp_path: Path) -> None:
+    text = (DOCS / "from-specforge.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)
+    (tmp_path / "run.toml").write_text(recipe)
+    settings = load_settings(tmp_path / "run.toml")
+    assert (settings.model.num_hidden_layers, settings.buckets.max_length, settings.optimizer.beta2) == (5, 3072, 0.999)
+
+
+@pytest.mark.parametrize("page", ["from-specforge.md", "serving.md"])
+def test_commands_and_their_options_exist(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    lines = re.findall(r"dflash-engine ([a-z]+)((?: [^`\n|]*)?)", text)
+    assert lines
+    for name, rest in lines:
+        assert name in cli.commands, name
+        known = {
+            option for parameter in cli.commands[name].params for option in parameter.opts + parameter.secondary_opts
+        }
+        assert set(re.findall(r"(?<!\S)--[a-z-]+", rest)) <= known, (name, rest)
