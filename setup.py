@@ -3,6 +3,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 PLOTS = ["matplotlib>=3.8"]
+ARROW = ["pyarrow>=15"]
 
 setup(
     name="dflash-engine",
@@ -26,8 +27,9 @@ setup(
     ],
     extras_require={
         "plots": PLOTS,
+        "arrow": ARROW,
         # ruff and mypy report different things in each minor version, and the tests run both.
-        "test": [*PLOTS, "pytest>=8", "transformers>=5", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5"],
+        "test": [*PLOTS, *ARROW, "pytest>=8", "transformers>=5", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5"],
     },
     entry_points={"console_scripts": ["dflash-engine = bench.cli:main"]},
 )

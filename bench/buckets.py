@@ -22,8 +22,8 @@ from bench.timed_step import measure_step
 from bench.timing import matmul_tflops, provenance, write_result
 from bench.workloads import Workload, chosen_workloads
 from buffers.batching import Batch
-from buffers.dataset import Dataset
 from engine.assemble import resolve_device
+from engine.data_source import open_data
 from engine.reports import make_console, print_table
 from engine.settings import Settings
 
@@ -60,7 +60,7 @@ def run(
 
 
 def _dataset(data: Path, settings: Settings, device: torch.device, repeats: int) -> dict[str, Any]:
-    lengths = Dataset(data).lengths
+    lengths = open_data(data, settings).lengths
     with dataset_subjects(data, settings, device) as subjects:
         rows, epochs = _epoch([subjects.subject(b) for b in subjects.engine.buckets], subjects.batches, repeats)
         longest = subjects.engine.buckets[-1].S

@@ -25,6 +25,7 @@ from engine.assemble import (
     pipeline_options,
     resolve_precision,
 )
+from engine.data_source import open_data
 from engine.engine import Engine
 from engine.settings import Settings
 from engine.settings_fields import SettingsError
@@ -96,7 +97,7 @@ def dataset_subjects(
     data: Path, settings: Settings, device: torch.device, *, optimizer: bool = False
 ) -> Iterator[DatasetSubjects]:
     """An engine over the buckets of the dataset's plan. optimizer: with masters, moments and the update's step."""
-    dataset = Dataset(data)
+    dataset = open_data(data, settings)
     precision = resolve_precision(settings.run.precision, device)
     config = drafter_config(settings, dataset.info)
     buckets = make_plan(settings, dataset, config, device).buckets

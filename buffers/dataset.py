@@ -8,7 +8,7 @@ size, token id and loss mask and leaves the hidden states on disk; `verify` read
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,16 @@ from buffers.manifest import (
     wrong_width_error,
 )
 
-__all__ = ["FORMAT_VERSION", "Dataset", "DatasetInfo", "DatasetWriter", "Sample", "ShardInfo", "load_target_tensors"]
+__all__ = [
+    "FORMAT_VERSION",
+    "Dataset",
+    "DatasetInfo",
+    "DatasetWriter",
+    "Sample",
+    "SampleSource",
+    "ShardInfo",
+    "load_target_tensors",
+]
 
 
 @dataclass(frozen=True)
@@ -46,8 +55,33 @@ class Sample:
     last_hidden: Tensor | None
 
 
+class SampleSource(Protocol):
+    """What training reads: `Dataset`, or another trainer's files (buffers/foreign.py) in the same terms.
+
+    `lengths`, `eligible_counts` (places for an anchor) and `supervised_counts` are int64[n] by sample id. `bad_files`:
+    file -> why it is left out. `notes`: what a user should know of how the values are read.
+    """
+
+    path: Path
+    info: DatasetInfo
+    lengths: NDArray[np.int64]
+    eligible_counts: NDArray[np.int64]
+    supervised_counts: NDArray[np.int64]
+    notes: tuple[str, ...]
+    bad_files: dict[str, str]
+
+    @property
+    def digest(self) -> str:
+        """Tells one content and order of samples from another."""
+
+    def __len__(self) -> int: ...
+
+    def sample(self, i: int, start: int = 0, stop: int | None = None) -> Sample:
+        """Tokens [start, stop) of sample i."""
+
+
 class Dataset:
-    """A dataset folder, opened for reading. `lengths` and `eligible_counts` are int64[n] by sample id.
+    """A dataset folder, opened for reading. `lengths`, `eligible_counts` and `supervised_counts` are int64[n] by sample id.
 
     Everything but the hidden states' values is checked here; each fault is a ValueError with one line that names the
     file and, where there is one, the sample. Sample ids run over the shards in the manifest's order.
@@ -55,6 +89,9 @@ class Dataset:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        # A file that cannot be used is an error here.
+        self.bad_files: dict[str, str] = {}
+        self.notes: tuple[str, ...] = ()
         manifest = self.path / MANIFEST
         if not manifest.is_file():
             raise ValueError(
@@ -73,7 +110,7 @@ class Dataset:
         self._first_ids = np.cumsum([0, *(shard.num_samples for shard in self.info.shards)])
         self._shards: list[dict[str, Tensor]] = []
         self._offsets: list[NDArray[np.int64]] = []
-        lengths, eligible_counts = [], []
+        lengths, eligible_counts, supervised_counts = [], [], []
         for shard, first_id in zip(self.info.shards, self._first_ids[:-1].tolist(), strict=True):
             tensors = _open_shard(self.path, shard, self.info)
             offsets = _check_offsets(tensors["offsets"].numpy().copy(), shard)
@@ -81,24 +118,24 @@ class Dataset:
             self._shards.append(tensors)
             self._offsets.append(offsets)
             lengths.append(np.diff(offsets))
-            eligible_counts.append(_eligible_counts(tensors["loss_mask"].numpy(), offsets))
+            mask = tensors["loss_mask"].numpy()
+            eligible_counts.append(_eligible_counts(mask, offsets))
+            supervised_counts.append(np.add.reduceat(mask, offsets[:-1], dtype=np.int64))
         self.lengths: NDArray[np.int64] = np.concatenate(lengths)
         self.eligible_counts: NDArray[np.int64] = np.concatenate(eligible_counts)
+        self.supervised_counts: NDArray[np.int64] = np.concatenate(supervised_counts)
+
+    @property
+    def digest(self) -> str:
+        """DatasetInfo.digest: sha256 over the shards' own."""
+        return self.info.digest
 
     def __len__(self) -> int:
         return self.info.num_samples
 
     def sample(self, i: int, start: int = 0, stop: int | None = None) -> Sample:
         """Tokens [start, stop) of sample i as views of the mapped file; nothing is read until it is used."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"expected a sample in 0..{len(self) - 1}, found {i}.")
-        length = int(self.lengths[i])
-        stop = length if stop is None else stop
-        if not 0 <= start < stop <= length:
-            raise ValueError(
-                f"expected 0 <= start < stop <= {length} in sample {i}, found {start}..{stop}. Plan the batches with "
-                "this dataset's lengths."
-            )
+        stop = check_range(i, start, stop, self.lengths)
         shard = int(np.searchsorted(self._first_ids, i, side="right")) - 1
         first = int(self._offsets[shard][i - self._first_ids[shard]])
         views = {
@@ -115,6 +152,20 @@ class Dataset:
             raise ValueError(
                 f"expected the sha256 of {MANIFEST}, found another for {', '.join(damaged)}. Copy or write them again."
             )
+
+
+def check_range(i: int, start: int, stop: int | None, lengths: NDArray[np.int64]) -> int:
+    """`stop`, or the sample's end for None. Raises IndexError for no sample, ValueError for tokens that it has not."""
+    if not 0 <= i < len(lengths):
+        raise IndexError(f"expected a sample in 0..{len(lengths) - 1}, found {i}.")
+    length = int(lengths[i])
+    stop = length if stop is None else stop
+    if not 0 <= start < stop <= length:
+        raise ValueError(
+            f"expected 0 <= start < stop <= {length} in sample {i}, found {start}..{stop}. Plan the batches with this dataset's "
+            "lengths."
+        )
+    return stop
 
 
 def load_target_tensors(path: str | Path) -> dict[str, Tensor]:

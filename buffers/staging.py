@@ -22,7 +22,7 @@ from torch import Tensor
 
 from buffers.arena import Arena, BufferSpec, packed_size
 from buffers.batching import Batch, NonFiniteSample, batch_specs, clear_row, fill_row
-from buffers.dataset import Dataset
+from buffers.dataset import SampleSource
 from buffers.planner import check_ascending
 from buffers.shapes import Bucket
 
@@ -92,7 +92,7 @@ class InputPipeline:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: SampleSource,
         buckets: Sequence[Bucket],
         *,
         seed: int,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from buffers.dataset import Dataset, load_target_tensors
+from buffers.dataset import SampleSource, load_target_tensors
 from buffers.manifest import TARGET_FILE, DatasetInfo
 from buffers.planner import Plan, plan_buckets
 from engine.drafter_config import DrafterConfig, load_drafter_config
@@ -128,7 +128,7 @@ def refuse_unreproduced(target: dict[str, Any]) -> None:
         )
 
 
-def frozen_target(settings: Settings, dataset: Dataset) -> FrozenTarget:
+def frozen_target(settings: Settings, dataset: SampleSource) -> FrozenTarget:
     """Embedding, head and norm from data.target or the dataset's own target.safetensors; shapes checked. Raises ValueError,
     for a target whose embedding or head is not a plain matrix too."""
     info = dataset.info
@@ -155,7 +155,7 @@ def frozen_target(settings: Settings, dataset: Dataset) -> FrozenTarget:
     return FrozenTarget(embed, head, norm, eps, info.last_hidden_norm)
 
 
-def needs_last_hidden(settings: Settings, dataset: Dataset) -> bool:
+def needs_last_hidden(settings: Settings, dataset: SampleSource) -> bool:
     """Whether the objective reads last_hidden. Raises SettingsError when it does and the dataset has none."""
     needed = settings.objective.kl_weight > 0
     if needed and dataset.info.last_hidden_norm is None:
@@ -166,7 +166,7 @@ def needs_last_hidden(settings: Settings, dataset: Dataset) -> bool:
     return needed
 
 
-def pipeline_options(settings: Settings, dataset: Dataset, device: torch.device, precision: str) -> dict[str, Any]:
+def pipeline_options(settings: Settings, dataset: SampleSource, device: torch.device, precision: str) -> dict[str, Any]:
     """What InputPipeline takes by keyword. Raises SettingsError as needs_last_hidden does."""
     return {
         "seed": settings.run.seed,
@@ -195,7 +195,7 @@ def initial_weights(settings: Settings, config: DrafterConfig) -> dict[str, torc
     return load_drafter(Path(settings.model.init), config.num_target_layers)[1]
 
 
-def make_plan(settings: Settings, dataset: Dataset, config: DrafterConfig, device: torch.device) -> Plan:
+def make_plan(settings: Settings, dataset: SampleSource, config: DrafterConfig, device: torch.device) -> Plan:
     """The buckets for a dataset: planned, or the fixed lengths of the settings with N and B by the same rules.
 
     Raises ValueError when no sample has a place for a draft block.

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from buffers.batching import Batch, BatchPlan
-from buffers.dataset import Dataset
+from buffers.dataset import SampleSource
 from engine.checkpoint import DataIdentity, Position
 from engine.metrics import MetricSums
 
 
-def beginning(dataset: Dataset, plan: BatchPlan) -> Position:
+def beginning(dataset: SampleSource, plan: BatchPlan) -> Position:
     """Where a new run starts."""
     tokens = int(dataset.lengths.sum())
-    return Position(0, 0, (), DataIdentity(len(dataset), tokens, dataset.info.digest, plan.buckets[-1].S))
+    return Position(0, 0, (), DataIdentity(len(dataset), tokens, dataset.digest, plan.buckets[-1].S))
 
 
-def carried_over(saved: Position, dataset: Dataset, plan: BatchPlan, too_long: str) -> Position:
+def carried_over(saved: Position, dataset: SampleSource, plan: BatchPlan, too_long: str) -> Position:
     """A checkpoint's position under today's plan.
 
     Pieces of split samples are counted in the largest bucket's S. Under another one, a sample of which a piece was taken

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from buffers.batching import BatchPlan
-from buffers.dataset import Dataset
 from buffers.staging import InputPipeline
 from engine.assemble import (
     engine_options,
@@ -19,6 +18,7 @@ from engine.assemble import (
     resolve_device,
     resolve_precision,
 )
+from engine.data_source import open_data
 from engine.decode import drafter_for
 from engine.demo import EMBEDDED_TARGET, decode_held_out, held_out_texts
 from engine.engine import Engine
@@ -32,7 +32,7 @@ def evaluate_drafter(drafter: Path, data: Path, settings: Settings, *, decode: b
     """Prints and returns loss, accuracy per slot and accepted length; with decode, also what real speculative decoding
     of held-out files with the embedded target accepts. Raises ValueError when drafter and dataset do not belong together."""
     config, weights = load_drafter(drafter)
-    dataset = Dataset(data)
+    dataset = open_data(data, settings, drafter=config)
     info = dataset.info
     for name, ours, theirs in (
         ("hidden_size", config.hidden_size, info.hidden_size),

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from buffers.batching import BatchPlan
-from buffers.dataset import Dataset
+from buffers.dataset import SampleSource
 from buffers.shapes import Bucket
 from buffers.staging import InputPipeline
 from engine.checkpoint import restore_folder, save_drafter
+from engine.data_source import open_data
 from engine.engine import Engine
 from engine.reports import without_nan
 from engine.settings import Settings
@@ -19,12 +20,12 @@ from engine.settings import Settings
 BEST_FILE = "best.json"
 
 
-def open_held_out(settings: Settings, training: Dataset) -> Dataset | None:
+def open_held_out(settings: Settings, training: SampleSource) -> SampleSource | None:
     """The dataset of data.eval_path, None without one. Raises ValueError when it is of another target than the training
     data."""
     if not settings.data.eval_path:
         return None
-    held_out = Dataset(settings.data.eval_path)
+    held_out = open_data(settings.data.eval_path, settings)
     names = ["hidden_size", "target_layer_ids", "vocab_size", "mask_token_id"]
     if settings.objective.kl_weight > 0:
         names.append("last_hidden_norm")
@@ -42,7 +43,13 @@ class HeldOut:
     """The evaluation's inputs and order, the same at every step: fixed anchors, fixed batches."""
 
     def __init__(
-        self, dataset: Dataset, buckets: Sequence[Bucket], settings: Settings, *, folder: Path, pipeline: dict[str, Any]
+        self,
+        dataset: SampleSource,
+        buckets: Sequence[Bucket],
+        settings: Settings,
+        *,
+        folder: Path,
+        pipeline: dict[str, Any],
     ) -> None:
         """pipeline: what InputPipeline takes by keyword. Raises ValueError when no sample fits the buckets."""
         try:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from buffers.batching import BatchPlan
-from buffers.dataset import Dataset
 from buffers.planner import plan_table
 from engine.assemble import drafter_config, make_plan, resolve_device
+from engine.data_source import open_data
 from engine.reports import make_console, print_table
 from engine.settings import Settings
 from engine.work import step_flop
@@ -16,7 +16,7 @@ from engine.work import step_flop
 
 def show_plan(data: Path, settings: Settings) -> dict[str, Any]:
     """Prints the plan for the dataset and returns it: a row a bucket, padding of an epoch, samples that are too long."""
-    dataset = Dataset(data)
+    dataset = open_data(data, settings)
     config = drafter_config(settings, dataset.info)
     plan = make_plan(settings, dataset, config, resolve_device(settings.run.device))
     batch_plan = BatchPlan(dataset.lengths, plan.buckets, too_long=settings.data.too_long, seed=settings.run.seed)

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from buffers.batching import Batch, BatchPlan
-from buffers.dataset import Dataset
 from buffers.shapes import Bucket
 from buffers.staging import InputPipeline
 from engine.assemble import (
@@ -27,6 +26,7 @@ from engine.assemble import (
 )
 from engine.checkpoint import check_config, load_checkpoint, save_checkpoint, save_drafter
 from engine.data_feed import Progress, beginning, carried_over, count_steps, training_steps
+from engine.data_source import open_data
 from engine.engine import Engine
 from engine.held_out import HeldOut, open_held_out
 from engine.interrupts import Interrupts
@@ -185,7 +185,7 @@ class TrainingRun:
         settings = self.settings
         device = resolve_device(settings.run.device)
         precision = resolve_precision(settings.run.precision, device)
-        data = self.data = Dataset(settings.data.path)
+        data = self.data = open_data(settings.data.path, settings)
         config = drafter_config(settings, data.info)
         pipeline = pipeline_options(settings, data, device, precision)
         held_out = open_held_out(settings, data)
@@ -245,13 +245,15 @@ class TrainingRun:
         self._write_left_out([])
 
     def _write_left_out(self, not_finite: Sequence[int]) -> None:
-        """left_out.json: every sample that is too long ([id, tokens]) or not finite (id), and what was done with it."""
+        """left_out.json: every sample that is too long ([id, tokens]) or not finite (id), what was done with it, and every
+        file of another trainer's dataset that was of no use."""
         held_out = self.held_out.too_long if self.held_out is not None else []
         record = {
             "too_long": self.settings.data.too_long,
             "training": self.batch_plan.too_long,
             "held_out": held_out,
             "not_finite": list(not_finite),
+            "bad_files": self.data.bad_files,
         }
         (self.folder / "left_out.json").write_text(json.dumps(record) + "\n")
 

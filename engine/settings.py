@@ -90,9 +90,30 @@ class ModelSettings:
 class DataSettings:
     """The hidden states to train on."""
 
-    path: str = setting("", "dataset folder (dataset.json and its shards) to train on")
+    path: str = setting(
+        "",
+        "dataset folder to train on: ours (dataset.json and its shards), or hidden states of SpecForge, speculators, "
+        "Model-Optimizer or DeepSpec, for which target, mask_token_id and mostly target_layer_ids are needed",
+    )
     eval_path: str = setting("", "dataset folder of held-out samples; empty trains without evaluation")
     target: str = setting("", "folder of the target's checkpoint; empty means the dataset's own target.safetensors")
+    target_layer_ids: tuple[int, ...] = setting(
+        (),
+        "layers that another trainer's hidden states come from, in their order, counted from 0 (speculators counts from 1); "
+        "empty takes what the dataset says",
+        low=0,
+    )
+    mask_token_id: int = setting(
+        -1, "mask token for another trainer's hidden states; -1 takes what the dataset says", low=-1
+    )
+    last_hidden_norm: Literal["auto", "pre", "post", "none"] = setting(
+        "auto",
+        "another trainer's last hidden states: before or after the target's final norm, or not to be read; auto takes what the "
+        "format fixes, which Model-Optimizer's does not",
+    )
+    on_bad_file: Literal["refuse", "skip"] = setting(
+        "refuse", "files of another trainer's dataset that cannot be used: stop and name them, or leave them out"
+    )
     too_long: Literal["skip", "truncate", "split"] = setting(
         "skip", "samples longer than the largest bucket: leave out, cut off, or cut into pieces; all are listed"
     )

@@ -14,6 +14,14 @@ from engine.data_feed import Progress
 torch.set_num_threads(2)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What opening remembers of other trainers' datasets stays out of the user's own cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     random.seed(0)

@@ -1,0 +1,158 @@
+"""speculators' datasets: an Arrow dataset of tokens and masks, and `hs_{i}.safetensors` with the hidden states of row i.
+
+A file holds token_ids int[T] and hidden_states [T, L + 1, D]; the last slice is the verifier's last layer before its final
+norm, the others are the taps. The loss mask is in the Arrow dataset alone, so both are needed. Arrow is read from its
+memory-mapped files; pyarrow is the extra `arrow`.
+"""
+
+import json
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from buffers.manifest import open_safetensors
+from buffers.raw_sample import RawSample, raw_sample
+
+SPECULATORS = "speculators"
+_HEADER_BYTES = 1 << 20
+
+
+class SpeculatorsReader:
+    """A sample a row of the Arrow dataset in `arrow_files`; row i's hidden states are in the file states[i]."""
+
+    target_layer_ids: tuple[int, ...] = ()
+    hidden_size = 0
+    target_name = ""
+
+    def __init__(self, root: Path, arrow_files: list[str], states: dict[int, str], stamp: dict[str, str]) -> None:
+        """stamp: of every file by name. Raises ValueError when pyarrow or a column is missing, or a file is damaged."""
+        self.root = root
+        self._rows = _ArrowRows(root, arrow_files)
+        rows = range(len(self._rows))
+        arrow_stamp = ",".join(stamp[name] for name in arrow_files)
+        self.names = [states.get(row, f"hs_{row}.safetensors (row {row})") for row in rows]
+        self.stamps = [f"{stamp.get(name, 'none')},{arrow_stamp}" for name in self.names]
+        self._found = states
+        # Files that no row speaks of.
+        self.left_over = [name for row, name in sorted(states.items()) if row not in rows]
+        self.arrow_rows = len(self._rows)
+
+    def read(self, index: int) -> tuple[RawSample, str]:
+        """The sample and its format's name. Raises ValueError without the file's name, and OSError."""
+        if index not in self._found:
+            raise ValueError(f"expected the hidden states of row {index} of the Arrow dataset, found no file for it")
+        # An empty or cut file has no header that fits it: open_safetensors says so.
+        with open_safetensors(self.root / self.names[index]) as handle:
+            keys = set(handle.keys())
+            values: dict[str, Any] = {
+                name: handle.get_tensor(name) for name in ("token_ids", "hidden_states") if name in keys
+            }
+        row = self._rows.row(index)
+        states = values.get("hidden_states")
+        if isinstance(states, Tensor):
+            if states.ndim != 3 or states.shape[1] < 2 or not states.shape[2]:
+                raise ValueError(f"expected hidden_states [T, taps + 1, D], found shape {list(states.shape)}")
+            length, slices, width = states.shape
+            flat = states.reshape(length, slices * width)
+            values["hidden_states"], values["last_hidden"] = flat[:, :-width], flat[:, -width:]
+        sample = raw_sample(
+            values | {"loss_mask": row["loss_mask"]},
+            ids="token_ids",
+            mask="loss_mask",
+            hidden="hidden_states",
+            last="last_hidden",
+        )
+        if not torch.equal(sample.input_ids.long(), row["input_ids"].long()):
+            raise ValueError(f"expected token_ids as input_ids of row {index} of the Arrow dataset, found others")
+        return sample, SPECULATORS
+
+
+class _ArrowRows:
+    """Rows of an Arrow dataset as `datasets.save_to_disk` writes it: one IPC stream a file."""
+
+    def __init__(self, root: Path, files: list[str]) -> None:
+        try:
+            import pyarrow
+            import pyarrow.ipc
+        except ImportError as error:
+            raise ValueError(
+                f"{root}: reading speculators' datasets requires pyarrow, found none; pip install 'dflash-engine[arrow]'"
+            ) from error
+        self._batches: list[Any] = []
+        self._first = [0]
+        for name in files:
+            try:
+                # The batches hold the mapping; nothing of the columns is read yet.
+                batches = list(pyarrow.ipc.open_stream(pyarrow.memory_map(str(root / name))))
+            except (pyarrow.ArrowException, OSError, ValueError) as error:
+                raise ValueError(
+                    f"{root / name}: expected an Arrow stream, found a damaged one ({str(error).splitlines()[0]}); copy it again"
+                ) from error
+            for batch in batches:
+                lists = {field.name for field in batch.schema if isinstance(field.type, _list_types(pyarrow))}
+                missing = [column for column in ("input_ids", "loss_mask") if column not in lists]
+                if missing:
+                    raise ValueError(
+                        f"{root / name}: expected input_ids and loss_mask as columns of lists, found no {', '.join(missing)}; "
+                        "point to the dataset that speculators' prepare_data wrote"
+                    )
+                self._batches.append(batch)
+                self._first.append(self._first[-1] + batch.num_rows)
+
+    def __len__(self) -> int:
+        return self._first[-1]
+
+    def row(self, index: int) -> dict[str, Tensor]:
+        batch = bisect_right(self._first, index) - 1
+        found = {}
+        for column in ("input_ids", "loss_mask"):
+            cell = self._batches[batch].column(column)[index - self._first[batch]].values
+            if cell is None or cell.null_count:
+                raise ValueError(
+                    f"expected a list of numbers as {column} of row {index} of the Arrow dataset, found a null"
+                )
+            # A copy: Arrow's memory is read-only, and short.
+            found[column] = torch.from_numpy(np.array(cell.to_numpy(zero_copy_only=False)))
+        return found
+
+
+def _list_types(pyarrow: Any) -> tuple[type, ...]:
+    return (pyarrow.ListType, pyarrow.LargeListType, pyarrow.FixedSizeListType)
+
+
+def holds_states(file: Path) -> bool:
+    """Whether a safetensors file's header names speculators' tensors; False when there is no header to read."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        try:
+            header = json.loads(stream.read(length)) if length <= _HEADER_BYTES else None
+        except (ValueError, RecursionError):
+            return False
+    return isinstance(header, dict) and "token_ids" in header and "hidden_states" in header
+
+
+def in_order(root: Path, arrow_files: list[str]) -> list[str]:
+    """The files of one Arrow dataset in the order of its rows, as state.json lists them; the names' order without it.
+
+    Raises ValueError when they are of more than one dataset, or state.json names a file that is not there.
+    """
+    folders = sorted({str(Path(name).parent) for name in arrow_files})
+    if len(folders) > 1:
+        raise ValueError(f"{root}: expected one Arrow dataset, found {', '.join(folders)}; keep one below this folder")
+    state = root / folders[0] / "state.json"
+    if not state.is_file():
+        return sorted(arrow_files)
+    try:
+        listed = [str(Path(folders[0]) / item["filename"]) for item in json.loads(state.read_bytes())["_data_files"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{state}: expected the list of _data_files, found a damaged file; copy it again") from error
+    missing = [name for name in listed if name not in arrow_files]
+    if missing:
+        raise ValueError(
+            f"{state}: expected its files beside it, found no Arrow file {', '.join(missing)}; copy it again"
+        )
+    return listed
