@@ -185,6 +185,7 @@ def engine_options(settings: Settings, device: torch.device, precision: str) -> 
         "precision": precision,
         "attention": settings.model.attention,
         "chunk_rows": settings.model.head_chunk,
+        "recompute": settings.model.recompute,
     }
 
 

@@ -17,7 +17,7 @@ from buffers.shapes import Bucket
 from engine.drafter_config import DrafterConfig
 from engine.kernels import select_ops
 from engine.metrics import Metrics
-from engine.model import Drafter
+from engine.model import Drafter, Recompute
 from engine.objective import Objective, TargetHead
 from engine.optimizer import AdamW
 from engine.params import ParamArena
@@ -60,6 +60,7 @@ class Engine:
         precision: str = "fp32",
         attention: str = "auto",
         chunk_rows: int = 2048,
+        recompute: Recompute = "none",
         eval_inputs: Inputs | None = None,
         training: bool = True,
     ) -> None:
@@ -86,7 +87,12 @@ class Engine:
         self.metrics, self.eval_metrics = Metrics(config.block_size, device), Metrics(config.block_size, device)
         longest = max(bucket.S for bucket in self.buckets)
         self.drafter = Drafter(
-            config, self.params, self.embed_tokens, self.ops, max_positions=longest + config.block_size
+            config,
+            self.params,
+            self.embed_tokens,
+            self.ops,
+            max_positions=longest + config.block_size,
+            recompute=recompute,
         )
         self.parts = StepParts(self.drafter, self.head, self.objective, self.ops, self.metrics, chunk_rows)
         self.optimizer: AdamW | None = None

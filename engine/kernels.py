@@ -32,9 +32,12 @@ class Ops:
     name: str
     linear: Callable[[Tensor, Weight], Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    norm_linear: Callable[[Tensor, Tensor | None, Weight, float, Weight], tuple[Tensor, Tensor]]
+    norm_mlp: Callable[..., tuple[Tensor, Tensor]]
     qkv_rope: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    mlp: Callable[[Tensor, Weight, Weight], Tensor]
     frozen_head: Callable[..., RowLoss]
+    weigh_rows: Callable[[Tensor, Tensor | None, Tensor], None]
+    zero_padding: Callable[[Tensor, Tensor], None]
     adamw: Callable[[AdamWArenas, Tensor], None]
     attention: AttentionFactory
 
@@ -69,19 +72,25 @@ def reference_ops() -> Ops:
     from engine.ops.adamw_ref import adamw_ref
     from engine.ops.frozen_head_ref import frozen_head_ref
     from engine.ops.linear_ref import linear_ref
-    from engine.ops.mlp_ref import mlp_ref
+    from engine.ops.norm_linear_ref import norm_linear_ref
+    from engine.ops.norm_mlp_ref import norm_mlp_ref
     from engine.ops.qkv_rope_ref import qkv_rope_ref
     from engine.ops.rms_norm_ref import add_rms_norm_ref
+    from engine.ops.weigh_rows_ref import weigh_rows_ref
+    from engine.ops.zero_padding_ref import zero_padding_ref
 
     return Ops(
-        "reference",
-        linear_ref,
-        add_rms_norm_ref,
-        qkv_rope_ref,
-        mlp_ref,
-        frozen_head_ref,
-        adamw_ref,
-        _reference_attention,
+        name="reference",
+        linear=linear_ref,
+        add_rms_norm=add_rms_norm_ref,
+        norm_linear=norm_linear_ref,
+        norm_mlp=norm_mlp_ref,
+        qkv_rope=qkv_rope_ref,
+        frozen_head=frozen_head_ref,
+        weigh_rows=weigh_rows_ref,
+        zero_padding=zero_padding_ref,
+        adamw=adamw_ref,
+        attention=_reference_attention,
     )
 
 
@@ -90,11 +99,26 @@ def fused_ops(attention: str) -> Ops:
     from engine.ops.adamw import adamw
     from engine.ops.frozen_head import frozen_head
     from engine.ops.linear import linear
-    from engine.ops.mlp import mlp
+    from engine.ops.norm_linear import norm_linear
+    from engine.ops.norm_mlp import norm_mlp
     from engine.ops.qkv_rope import qkv_rope
     from engine.ops.rms_norm import add_rms_norm
+    from engine.ops.weigh_rows import weigh_rows
+    from engine.ops.zero_padding import zero_padding
 
-    return Ops(attention, linear, add_rms_norm, qkv_rope, mlp, frozen_head, adamw, ATTENTIONS[attention])
+    return Ops(
+        name=attention,
+        linear=linear,
+        add_rms_norm=add_rms_norm,
+        norm_linear=norm_linear,
+        norm_mlp=norm_mlp,
+        qkv_rope=qkv_rope,
+        frozen_head=frozen_head,
+        weigh_rows=weigh_rows,
+        zero_padding=zero_padding,
+        adamw=adamw,
+        attention=ATTENTIONS[attention],
+    )
 
 
 def select_ops(device: torch.device, attention: str = "auto") -> Ops:

@@ -7,10 +7,13 @@ All of them attend to the context of target hidden states and to their own block
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Literal
 
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from engine.drafter_config import DrafterConfig
 from engine.kernels import Attend, Ops
@@ -19,15 +22,25 @@ from engine.ops.weight import Weight
 from engine.params import ParamArena
 from engine.rope import rope_attention_scaling, rope_inv_freq
 
+Recompute = Literal["none", "mlp", "layer"]
+
 
 class Drafter:
     """Weights, tables and operations of a drafter; call it with a batch's static inputs."""
 
     def __init__(
-        self, config: DrafterConfig, params: ParamArena, embedding_VD: Tensor, ops: Ops, *, max_positions: int
+        self,
+        config: DrafterConfig,
+        params: ParamArena,
+        embedding_VD: Tensor,
+        ops: Ops,
+        *,
+        max_positions: int,
+        recompute: Recompute = "none",
     ) -> None:
-        """embedding: the target's, frozen, in compute precision. max_positions: positions the RoPE tables cover (S + K)."""
-        self.config, self.ops, self.embedding = config, ops, embedding_VD
+        """embedding: the target's, frozen, in compute precision. max_positions: positions the RoPE tables cover (S + K).
+        recompute: what the backward pass forms again instead of keeping it: nothing, the MLP's hidden values, whole layers."""
+        self.config, self.ops, self.embedding, self.recompute = config, ops, embedding_VD, recompute
         self.fc = params.fused("fc.weight")
         self.hidden_norm, self.norm = params.fused("hidden_norm.weight"), params.fused("norm.weight")
         self.layers = [_layer_weights(params, f"layers.{i}.") for i in range(config.num_hidden_layers)]
@@ -49,49 +62,71 @@ class Drafter:
         """
         config, ops = self.config, self.ops
         B, S, _ = batch["target_hidden"].shape
-        N, K, E = batch["anchor_positions"].shape[1], config.block_size, config.head_dim
-        H, G = config.num_attention_heads, config.num_key_value_heads
+        N, K = batch["anchor_positions"].shape[1], config.block_size
         mask = DraftMask(batch["anchor_positions"], batch["block_keep_mask"], batch["context_start"], K)
         attends = self._attends(mask, S)
 
-        padding_BS = torch.arange(S, device=mask.anchor_positions.device) >= batch["row_lengths"][:, None]
-        batch["target_hidden"].masked_fill_(padding_BS[..., None], 0)
+        ops.zero_padding(batch["target_hidden"], batch["row_lengths"])
         context = ops.linear(rearrange(batch["target_hidden"], "b s f -> (b s) f"), self.fc)
         _, context = ops.add_rms_norm(context, None, self.hidden_norm, config.rms_norm_eps)
+        padding_BS = torch.arange(S, device=mask.anchor_positions.device) >= batch["row_lengths"][:, None]
         context_positions = torch.where(padding_BS, 0, batch["position_ids"]).flatten()
         draft_positions = self._draft_positions(batch["position_ids"], mask)
-        shape = {"num_kv_heads": G, "head_dim": E, "eps": config.rms_norm_eps}
         anchors_BN = self._anchor_ids(batch["input_ids"], mask)
-        stream, delta = self._draft_embeddings(anchors_BN), None
-        for i, layer in enumerate(self.layers):
-            norms = (layer["self_attn.q_norm"], layer["self_attn.k_norm"], self.cos_PE, self.sin_PE)
-            if i == 0:
-                # One row for slot 0 of every block and a last one for all mask slots; the stream itself stays whole.
-                ids = torch.cat([anchors_BN.flatten(), anchors_BN.new_full((1,), config.mask_token_id)])
-                _, x = ops.add_rms_norm(self.embedding[ids], None, layer["input_layernorm"], config.rms_norm_eps)
-            else:
-                stream, x = ops.add_rms_norm(stream, delta, layer["input_layernorm"], config.rms_norm_eps)
-            qkv, shared_slots = ops.linear(x, layer["qkv"]), K if i == 0 else 0
-            q, k, v = ops.qkv_rope(qkv, *norms, draft_positions, num_heads=H, shared_slots=shared_slots, **shape)
-            _, k_context, v_context = ops.qkv_rope(
-                ops.linear(context, layer["kv"]), *norms, context_positions, num_heads=0, **shape
-            )
-            q, k, v, k_context, v_context = (
-                rearrange(t, "(b t) h e -> b t h e", b=B) for t in (q, k, v, k_context, v_context)
-            )
-            o = attends[i](q, k_context, v_context, k, v)
-            delta = ops.linear(rearrange(o, "b q h e -> (b q) (h e)"), layer["self_attn.o_proj"])
-            # After the last attention slot 0 is dropped from the stream and from what follows.
-            stream, x = ops.add_rms_norm(
-                stream,
-                delta,
-                layer["post_attention_layernorm"],
-                config.rms_norm_eps,
-                drop_first_of=K if layer is self.layers[-1] else 0,
-            )
-            delta = ops.mlp(x, layer["gate_up"], layer["mlp.down_proj"])
+        # One row for slot 0 of every block and a last one for all mask slots, which layer 0 projects once.
+        ids = torch.cat([anchors_BN.flatten(), anchors_BN.new_full((1,), config.mask_token_id)])
+        shared, stream, delta = self.embedding[ids], self._draft_embeddings(anchors_BN), None
+        for i, attend in enumerate(attends):
+            layer = partial(self._layer, i, attend, B, context_positions, draft_positions)
+            if self.recompute == "layer" and torch.is_grad_enabled():
+                layer = partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=False)
+            stream, delta = layer(context, stream, delta, shared if i == 0 else None)
         _, x = ops.add_rms_norm(stream, delta, self.norm, config.rms_norm_eps)
         return rearrange(x, "(b n slots) d -> b n slots d", b=B, n=N)
+
+    def _layer(
+        self,
+        i: int,
+        attend: Attend,
+        batch_rows: int,
+        context_positions: Tensor,
+        draft_positions: Tensor,
+        context: Tensor,
+        stream: Tensor,
+        delta: Tensor | None,
+        shared: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(stream, what the next norm adds to it), both [B * Q, D], behind layer i; without slot 0 behind the last.
+
+        shared: the rows from which layer 0 takes its queries, keys and values; elsewhere they come from the stream itself.
+        """
+        config, ops, layer, eps = self.config, self.ops, self.layers[i], self.config.rms_norm_eps
+        K, B = config.block_size, batch_rows
+        norms = (layer["self_attn.q_norm"], layer["self_attn.k_norm"], self.cos_PE, self.sin_PE)
+        shape = {"num_kv_heads": config.num_key_value_heads, "head_dim": config.head_dim, "eps": eps}
+        if shared is None:
+            stream, qkv = ops.norm_linear(stream, delta, layer["input_layernorm"], eps, layer["qkv"])
+        else:
+            _, qkv = ops.norm_linear(shared, None, layer["input_layernorm"], eps, layer["qkv"])
+        H, slots = config.num_attention_heads, 0 if shared is None else K
+        q, k, v = ops.qkv_rope(qkv, *norms, draft_positions, num_heads=H, shared_slots=slots, **shape)
+        _, k_context, v_context = ops.qkv_rope(
+            ops.linear(context, layer["kv"]), *norms, context_positions, num_heads=0, **shape
+        )
+        q, k, v, k_context, v_context = (
+            rearrange(t, "(b t) h e -> b t h e", b=B) for t in (q, k, v, k_context, v_context)
+        )
+        o = attend(q, k_context, v_context, k, v)
+        return ops.norm_mlp(
+            stream,
+            ops.linear(rearrange(o, "b q h e -> (b q) (h e)"), layer["self_attn.o_proj"]),
+            layer["post_attention_layernorm"],
+            eps,
+            layer["gate_up"],
+            layer["mlp.down_proj"],
+            drop_first_of=K if layer is self.layers[-1] else 0,
+            recompute=self.recompute == "mlp",
+        )
 
     def _attends(self, mask: DraftMask, S: int) -> list[Attend]:
         """One attention a layer; layers of one kind share it, so its mask is built once a step."""

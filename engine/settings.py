@@ -58,6 +58,11 @@ class ModelSettings:
         "triton: kernels made for this mask; flex: compiled flex_attention; reference: plain torch, small-scale only; auto: "
         "triton on CUDA, reference on the CPU",
     )
+    recompute: Literal["none", "mlp", "layer"] = setting(
+        "none",
+        "what the backward pass forms again instead of keeping it: nothing, the MLP's hidden values, or whole layers; less "
+        "memory for more time",
+    )
     head_chunk: int = setting(
         2048,
         "rows of logits that exist at a time; with soft labels the target's exist beside them, for all context positions of "

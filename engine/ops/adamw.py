@@ -24,25 +24,24 @@ def _update(
     scale = tl.load(scalars_ptr + 5)
     bias1 = tl.load(scalars_ptr + 6)
     bias2_sqrt = tl.load(scalars_ptr + 7)
-    end = tl.where(tl.load(scalars_ptr + 8) > 0, size, 0)  # of what a step that is not ok leaves alone
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # By the size alone, which is a multiple of 16: a mask that depends on values would take the loads apart word by word.
     inside = at < size
-    grad = tl.load(grad_ptr + at, inside, 0.0)
-    touched = at < end
-    grad = grad.to(tl.float32) * scale
-    master = tl.load(master_ptr + at, touched, 0.0)
-    exp_avg = tl.load(exp_avg_ptr + at, touched, 0.0)
-    exp_avg_sq = tl.load(exp_avg_sq_ptr + at, touched, 0.0)
-    master = master * tl.where(at < num_decayed, 1.0 - lr * weight_decay, 1.0)
-    exp_avg += (1.0 - beta1) * (grad - exp_avg)
-    exp_avg_sq = beta2 * exp_avg_sq + (1.0 - beta2) * grad * grad
-    master -= (lr / bias1) * exp_avg / (tl.sqrt(exp_avg_sq) / bias2_sqrt + eps)
-    tl.store(exp_avg_ptr + at, exp_avg, touched)
-    tl.store(exp_avg_sq_ptr + at, exp_avg_sq, touched)
-    tl.store(master_ptr + at, master, touched)
-    tl.store(weight_ptr + at, master.to(weight_ptr.dtype.element_ty), touched)
-    # The threads that zero an element need not be those that read it, and nothing but this makes them wait for them.
-    tl.debug_barrier()
+    if tl.load(scalars_ptr + 8) > 0:
+        grad = tl.load(grad_ptr + at, inside, 0.0).to(tl.float32) * scale
+        master = tl.load(master_ptr + at, inside, 0.0)
+        exp_avg = tl.load(exp_avg_ptr + at, inside, 0.0)
+        exp_avg_sq = tl.load(exp_avg_sq_ptr + at, inside, 0.0)
+        master = master * tl.where(at < num_decayed, 1.0 - lr * weight_decay, 1.0)
+        exp_avg += (1.0 - beta1) * (grad - exp_avg)
+        exp_avg_sq = beta2 * exp_avg_sq + (1.0 - beta2) * grad * grad
+        master -= (lr / bias1) * exp_avg / (tl.sqrt(exp_avg_sq) / bias2_sqrt + eps)
+        tl.store(exp_avg_ptr + at, exp_avg, inside)
+        tl.store(exp_avg_sq_ptr + at, exp_avg_sq, inside)
+        tl.store(master_ptr + at, master, inside)
+        tl.store(weight_ptr + at, master.to(weight_ptr.dtype.element_ty), inside)
+        # The threads that zero an element need not be those that read it, and nothing but this makes them wait for them.
+        tl.debug_barrier()
     tl.store(grad_ptr + at, tl.zeros([BLOCK], grad_ptr.dtype.element_ty), inside)
 
 

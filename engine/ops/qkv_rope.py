@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.column_sums import add_sums
 from engine.ops.weight import Weight
 
 _BACKWARD_PROGRAMS = 1024
@@ -230,11 +231,11 @@ class _QKVRope(torch.autograd.Function):
             num_warps=_warps(sizes),
         )
         if sizes["SHARED"]:
-            dqkv[-1] = dshared.sum(0)
-        dq_weight, dk_weight = partial.sum(0)
+            dqkv[-1] = 0
+            add_sums(dqkv[-1], dshared)
         if sizes["H"]:
-            ctx.q_grad.add_(dq_weight)
-        ctx.k_grad.add_(dk_weight)
+            add_sums(ctx.q_grad, partial[:, 0])
+        add_sums(ctx.k_grad, partial[:, 1])
         return (dqkv, *[None] * 12)
 
 

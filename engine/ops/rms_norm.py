@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.column_sums import add_sums
 from engine.ops.weight import Weight
 
 _BACKWARD_PROGRAMS = 512
+_BACKWARD_STAGES = 2
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -61,8 +63,10 @@ def _backward(
     D,
     HAS_DTOTAL: tl.constexpr,
     NEEDS_DX: tl.constexpr,
+    REFORM: tl.constexpr,
     DROP: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
     d = tl.arange(0, BLOCK_D)
@@ -70,7 +74,7 @@ def _backward(
     weight = tl.load(weight_ptr + d, ok, 0.0).to(tl.float32)
     dweight = tl.zeros([BLOCK_D], tl.float32)
     first = program.to(tl.int64) * rows_per_program
-    for i in range(0, tl.minimum(rows_per_program, R - first)):
+    for i in tl.range(0, tl.minimum(rows_per_program, R - first), num_stages=STAGES):
         row = first + i
         result = row
         kept = ok
@@ -88,7 +92,87 @@ def _backward(
             if HAS_DTOTAL:
                 dx += tl.load(dtotal_ptr + at, kept, 0.0).to(tl.float32)
             tl.store(dx_ptr + row * D + d, dx.to(dx_ptr.dtype.element_ty), ok)
+        if REFORM:
+            if not NEEDS_DX:
+                tl.debug_barrier()  # no reduction has kept this row's writers behind its readers
+            tl.store(dout_ptr + at, (normed * weight).to(dout_ptr.dtype.element_ty), kept)
     tl.store(dweight_ptr + program * D + d, dweight, ok)
+
+
+def norm_forward(
+    residual: Tensor, delta: Tensor | None, value: Tensor, eps: float, drop: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(total [R', D], normed and weighted [R', D], rstd fp32 [R']); total is `residual` itself where nothing changes it."""
+    R, D = residual.shape
+    residual = residual.contiguous()
+    kept = R // drop * (drop - 1) if drop else R
+    copies = delta is not None or drop > 0
+    total = residual.new_empty(kept, D) if copies else residual
+    out = residual.new_empty(kept, D)
+    rstd = torch.empty(kept, device=residual.device, dtype=torch.float32)
+    block = triton.next_power_of_2(D)
+    _forward[(kept,)](
+        residual,
+        residual if delta is None else delta.contiguous(),
+        value,
+        total,
+        out,
+        rstd,
+        kept,
+        D,
+        eps,
+        HAS_DELTA=delta is not None,
+        DROP=drop,
+        BLOCK_D=block,
+        num_warps=_warps(block),
+    )
+    return total, out, rstd
+
+
+def norm_backward(
+    dout: Tensor,
+    dtotal: Tensor | None,
+    total: Tensor,
+    weight: Weight,
+    rstd: Tensor,
+    *,
+    drop: int = 0,
+    needs_dx: bool = True,
+    reform: bool = False,
+) -> Tensor | None:
+    """d(residual) = d(delta), or None if not needed; the weight's gradient is added to its arena.
+
+    reform: the normed and weighted values of the forward pass are written over dout, which must then be the caller's own.
+    """
+    kept, D = total.shape
+    R = kept // (drop - 1) * drop if drop else kept
+    dout = dout.contiguous()
+    rows_per_program = triton.cdiv(R, min(R, _BACKWARD_PROGRAMS))
+    programs = triton.cdiv(R, rows_per_program)
+    dx = total.new_empty(R, D) if needs_dx else total
+    partial = torch.empty(programs, D, device=total.device, dtype=torch.float32)
+    block = triton.next_power_of_2(D)
+    _backward[(programs,)](
+        dout,
+        dout if dtotal is None else dtotal.contiguous(),
+        total,
+        weight.value,
+        rstd,
+        dx,
+        partial,
+        R,
+        rows_per_program,
+        D,
+        HAS_DTOTAL=dtotal is not None,
+        NEEDS_DX=needs_dx,
+        REFORM=reform,
+        DROP=drop,
+        BLOCK_D=block,
+        STAGES=_BACKWARD_STAGES,
+        num_warps=_warps(block),
+    )
+    add_sums(weight.grad, partial)
+    return dx if needs_dx else None
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -96,33 +180,11 @@ class _AddRMSNorm(torch.autograd.Function):
     def forward(
         ctx, residual: Tensor, delta: Tensor | None, value: Tensor, grad: Tensor, eps: float, drop: int
     ) -> tuple[Tensor, Tensor]:
-        R, D = residual.shape
-        residual = residual.contiguous()
-        kept = R // drop * (drop - 1) if drop else R
-        copies = delta is not None or drop > 0
-        total = residual.new_empty(kept, D) if copies else residual
-        out = residual.new_empty(kept, D)
-        rstd = torch.empty(kept, device=residual.device, dtype=torch.float32)
-        block = triton.next_power_of_2(D)
-        _forward[(kept,)](
-            residual,
-            residual if delta is None else delta.contiguous(),
-            value,
-            total,
-            out,
-            rstd,
-            kept,
-            D,
-            eps,
-            HAS_DELTA=delta is not None,
-            DROP=drop,
-            BLOCK_D=block,
-            num_warps=_warps(block),
-        )
+        total, out, rstd = norm_forward(residual, delta, value, eps, drop)
         ctx.save_for_backward(total, value, rstd)
-        ctx.grad, ctx.has_delta, ctx.rows, ctx.drop = grad, delta is not None, R, drop
+        ctx.grad, ctx.has_delta, ctx.drop = grad, delta is not None, drop
         ctx.set_materialize_grads(False)
-        return (total if copies else residual.view_as(residual)), out
+        return (residual.view_as(residual) if total is residual else total), out
 
     @staticmethod
     def backward(
@@ -130,34 +192,9 @@ class _AddRMSNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         total, value, rstd = ctx.saved_tensors
         assert dout is not None, "the normed output of add_rms_norm is always used"
-        R, D = ctx.rows, total.shape[1]
-        dout = dout.contiguous()
         needs_dx = ctx.needs_input_grad[0] or (ctx.has_delta and ctx.needs_input_grad[1])
-        rows_per_program = triton.cdiv(R, min(R, _BACKWARD_PROGRAMS))
-        programs = triton.cdiv(R, rows_per_program)
-        dx = total.new_empty(R, D) if needs_dx else total
-        partial = torch.empty(programs, D, device=total.device, dtype=torch.float32)
-        block = triton.next_power_of_2(D)
-        _backward[(programs,)](
-            dout,
-            dout if dtotal is None else dtotal.contiguous(),
-            total,
-            value,
-            rstd,
-            dx,
-            partial,
-            R,
-            rows_per_program,
-            D,
-            HAS_DTOTAL=dtotal is not None,
-            NEEDS_DX=needs_dx,
-            DROP=ctx.drop,
-            BLOCK_D=block,
-            num_warps=_warps(block),
-        )
-        ctx.grad.add_(partial.sum(0))
-        needed = dx if needs_dx else None
-        return needed, (needed if ctx.has_delta else None), None, None, None, None
+        dx = norm_backward(dout, dtotal, total, Weight(value, ctx.grad), rstd, drop=ctx.drop, needs_dx=needs_dx)
+        return dx, (dx if ctx.has_delta else None), None, None, None, None
 
 
 def _warps(block: int) -> int:

@@ -18,9 +18,11 @@ class Teacher:
 @dataclass(frozen=True)
 class RowLoss:
     """ce, kl: fp32 [R] (kl is zeros without a teacher); correct: bool [R], argmax equals the label (the first of equals
-    wins); dh: [R, D] in h's dtype, not weighted by row, or None when no gradient was asked for."""
+    wins); dh: [R, D] in h's dtype, not weighted by row, or None when no gradient was asked for; dh_scale: fp32 [R], what the
+    rows of dh still have to be multiplied by, None for 1 (weigh_rows.py does it)."""
 
     ce: Tensor
     kl: Tensor
     correct: Tensor
     dh: Tensor | None
+    dh_scale: Tensor | None = None

@@ -19,14 +19,20 @@ from engine.ops.frozen_head import frozen_head
 from engine.ops.frozen_head_ref import frozen_head_ref
 from engine.ops.linear import linear
 from engine.ops.linear_ref import linear_ref
-from engine.ops.mlp import mlp
-from engine.ops.mlp_ref import mlp_ref
+from engine.ops.norm_linear import norm_linear
+from engine.ops.norm_linear_ref import norm_linear_ref
+from engine.ops.norm_mlp import norm_mlp
+from engine.ops.norm_mlp_ref import norm_mlp_ref
 from engine.ops.qkv_rope import qkv_rope
 from engine.ops.qkv_rope_ref import qkv_rope_ref
 from engine.ops.rms_norm import add_rms_norm
 from engine.ops.rms_norm_ref import add_rms_norm_ref
 from engine.ops.row_loss import RowLoss, Teacher
+from engine.ops.weigh_rows import weigh_rows
+from engine.ops.weigh_rows_ref import weigh_rows_ref
 from engine.ops.weight import Weight, add_outer_
+from engine.ops.zero_padding import zero_padding
+from engine.ops.zero_padding_ref import zero_padding_ref
 from tests.attention_helpers import relative_error
 from tests.gpu.engine_helpers import CUDA
 
@@ -181,13 +187,55 @@ def test_qkv_rope(
 
 @every_dtype
 @pytest.mark.parametrize("R", ROWS)
-@pytest.mark.parametrize("inter", [334, 1100])
-def test_mlp(R: int, inter: int, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-    def call(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda x, gate_up, down: op(x, gate_up, down)
+@pytest.mark.parametrize("has_delta", [True, False])
+def test_norm_linear(R: int, has_delta: bool, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    def call(op: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        return lambda residual, norm, w, delta=None: op(residual, delta, norm, 1e-6, w)
 
-    weights = {"gate_up": random(2 * inter, D, seed=1) * 0.1, "down": random(D, inter, seed=2) * 0.1}
-    check(call(mlp), call(mlp_ref), {"x": random(R, D, seed=0)}, weights, dtype, grad_dtype)
+    inputs = {"residual": random(R, D, seed=0)} | ({"delta": random(R, D, seed=1)} if has_delta else {})
+    weights = {"norm": random(D, seed=2), "w": random(71, D, seed=3)}
+    check(call(norm_linear), call(norm_linear_ref), inputs, weights, dtype, grad_dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("R", [7, 301])
+@pytest.mark.parametrize(("inter", "drop", "recompute"), [(334, 0, False), (1100, 7, False), (334, 7, True)])
+def test_norm_mlp(R: int, inter: int, drop: int, recompute: bool, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    def call(op: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        options = {"drop_first_of": drop, "recompute": recompute}
+        return lambda residual, delta, norm, gate_up, down: op(residual, delta, norm, 1e-6, gate_up, down, **options)
+
+    inputs = {"residual": random(R, D, seed=0), "delta": random(R, D, seed=1)}
+    weights = {
+        "norm": random(D, seed=2),
+        "gate_up": random(2 * inter, D, seed=3) * 0.1,
+        "down": random(D, inter, seed=4) * 0.1,
+    }
+    check(call(norm_mlp), call(norm_mlp_ref), inputs, weights, dtype, grad_dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("has_scale", [True, False])
+def test_weigh_rows(has_scale: bool, dtype: torch.dtype) -> None:
+    dh, scale = random(37, D, seed=0).to(dtype), random(37, seed=1) if has_scale else None
+    weight = random(37, seed=2).relu()
+    dh[weight == 0] = float("nan")
+    found, expected = dh.clone(), dh.clone()
+    weigh_rows(found, scale, weight)
+    weigh_rows_ref(expected, scale, weight)
+    torch.testing.assert_close(found, expected)
+    assert not found[weight == 0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_zero_padding(dtype: torch.dtype) -> None:
+    x, lengths = random(3, 40, 5000, seed=0).to(dtype), torch.tensor([0, 17, 40], dtype=torch.int32, device=CUDA)
+    x[0], x[1, 17:] = float("nan"), float("inf")
+    expected = x.clone()
+    zero_padding(x, lengths)
+    zero_padding_ref(expected, lengths)
+    assert torch.equal(x, expected)
+    assert x.isfinite().all()
 
 
 def scalar(value: float) -> Tensor:
@@ -209,7 +257,8 @@ def head_results(
     fill_free_memory_with_nan()
     rows = op(h, head, labels, ce_weight=scalar(0.7), kl_weight=scalar(0.3), teacher=teacher, chunk_rows=128)
     assert rows.dh is not None
-    return {"ce": rows.ce, "kl": rows.kl, "correct": rows.correct.double(), "dh": rows.dh}
+    dh = rows.dh if rows.dh_scale is None else rows.dh * rows.dh_scale[:, None]
+    return {"ce": rows.ce, "kl": rows.kl, "correct": rows.correct.double(), "dh": dh}
 
 
 # A teacher of fewer rows than the draft, and of more: the two ways of gathering its logits.
@@ -234,13 +283,23 @@ def test_of_equal_logits_the_first_wins() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_logits_of_any_size_are_finite(dtype: torch.dtype) -> None:
-    h, head = random(37, 16, seed=0).to(dtype) * 1e4, random(1003, 16, seed=1).to(dtype)
+@pytest.mark.parametrize("soft", [True, False])
+def test_logits_of_any_size_are_finite(soft: bool, dtype: torch.dtype) -> None:
+    h, head = random(37, 16, seed=0).to(dtype) * 1e4, random(20_003, 16, seed=1).to(dtype)
     labels = torch.arange(37, device=CUDA)
     teacher = Teacher(random(37, 16, seed=2).to(dtype) * 1e4, labels.int())
-    rows = frozen_head(h, head, labels, ce_weight=scalar(1.0), kl_weight=scalar(1.0), teacher=teacher)
+    weights = {"ce_weight": scalar(1.0), "kl_weight": scalar(1.0)}
+    rows, exact = (
+        op(h.to(kind), head.to(kind), labels, **weights, teacher=teacher if soft else None)
+        for op, kind in ((frozen_head, dtype), (frozen_head_ref, torch.float32))
+    )
     assert rows.dh is not None
+    assert exact.dh is not None
     assert all(t.isfinite().all() for t in (rows.ce, rows.kl, rows.dh))
+    if not soft:
+        assert rows.dh_scale is not None
+        # Where one logit is all, softmax is a column or two of the head; the largest lies beyond the first block for most.
+        assert relative_error(rows.dh * rows.dh_scale[:, None], exact.dh) < (1e-4 if dtype == torch.float32 else 2e-2)
 
 
 SIZE, NUM_DECAYED = 50_003, 12_345

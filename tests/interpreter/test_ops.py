@@ -18,14 +18,20 @@ from engine.ops.frozen_head import frozen_head
 from engine.ops.frozen_head_ref import frozen_head_ref
 from engine.ops.linear import linear
 from engine.ops.linear_ref import linear_ref
-from engine.ops.mlp import mlp
-from engine.ops.mlp_ref import mlp_ref
+from engine.ops.norm_linear import norm_linear
+from engine.ops.norm_linear_ref import norm_linear_ref
+from engine.ops.norm_mlp import norm_mlp
+from engine.ops.norm_mlp_ref import norm_mlp_ref
 from engine.ops.qkv_rope import qkv_rope
 from engine.ops.qkv_rope_ref import qkv_rope_ref
 from engine.ops.rms_norm import add_rms_norm
 from engine.ops.rms_norm_ref import add_rms_norm_ref
 from engine.ops.row_loss import RowLoss, Teacher
+from engine.ops.weigh_rows import weigh_rows
+from engine.ops.weigh_rows_ref import weigh_rows_ref
 from engine.ops.weight import Weight
+from engine.ops.zero_padding import zero_padding
+from engine.ops.zero_padding_ref import zero_padding_ref
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -171,13 +177,55 @@ def test_qkv_rope_of_slots_that_share_a_row(blocks: int, K: int) -> None:
 
 
 @pytest.mark.parametrize("R", ROWS)
-@pytest.mark.parametrize("inter", [333, 1100])
-def test_mlp(R: int, inter: int) -> None:
-    def call(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda x, gate_up, down: op(x, gate_up, down)
+@pytest.mark.parametrize("has_delta", [True, False])
+def test_norm_linear(R: int, has_delta: bool) -> None:
+    def call(op: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        return lambda residual, norm, w, delta=None: op(residual, delta, norm, 1e-6, w)
+
+    inputs = {"residual": random(R, D, seed=0)} | ({"delta": random(R, D, seed=1)} if has_delta else {})
+    check(call(norm_linear), call(norm_linear_ref), inputs, {"norm": random(D, seed=2), "w": random(71, D, seed=3)})
+
+
+@pytest.mark.parametrize(("R", "drop"), [(1, 0), (37, 0), (35, 7)])
+@pytest.mark.parametrize(("inter", "recompute"), [(333, False), (1100, True)])
+def test_norm_mlp(R: int, drop: int, inter: int, recompute: bool) -> None:
+    def call(op: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        options = {"drop_first_of": drop, "recompute": recompute}
+        return lambda residual, delta, norm, gate_up, down: op(residual, delta, norm, 1e-6, gate_up, down, **options)
 
     weights = {"gate_up": random(2 * inter, D, seed=1) * 0.1, "down": random(D, inter, seed=2) * 0.1}
-    check(call(mlp), call(mlp_ref), {"x": random(R, D, seed=0)}, weights)
+    inputs = {"residual": random(R, D, seed=0), "delta": random(R, D, seed=3)}
+    check(call(norm_mlp), call(norm_mlp_ref), inputs, weights | {"norm": random(D, seed=4)})
+
+
+@pytest.mark.parametrize("op", [norm_linear, norm_linear_ref])
+def test_norm_linear_of_an_input_without_gradient(op: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    norm, weight = weight_of(random(D, seed=2), torch.float32), weight_of(random(71, D, seed=3), torch.float32)
+    _, out = op(random(37, D, seed=0), None, norm, 1e-6, weight)
+    out.sum().backward()
+    assert not (norm.grad == 0.25).any()
+    assert not (weight.grad == 0.25).any()
+
+
+@pytest.mark.parametrize("op", [weigh_rows, weigh_rows_ref])
+@pytest.mark.parametrize("has_scale", [True, False])
+def test_weigh_rows(op: Callable[..., None], has_scale: bool) -> None:
+    dh, scale, weight = random(37, D, seed=0), random(37, seed=1) if has_scale else None, random(37, seed=2).relu()
+    factor = weight if scale is None else weight * scale
+    expected = dh * factor[:, None]
+    dh[weight == 0] = float("nan")
+    op(dh, scale, weight)
+    torch.testing.assert_close(dh, expected)
+
+
+@pytest.mark.parametrize("op", [zero_padding, zero_padding_ref])
+def test_zero_padding(op: Callable[[Tensor, Tensor], None]) -> None:
+    x, lengths = random(3, 9, 5000, seed=0), torch.tensor([0, 4, 9], dtype=torch.int32)
+    expected = x.clone()
+    expected[0] = expected[1, 4:] = 0
+    x[0], x[1, 4:] = float("nan"), float("inf")
+    op(x, lengths)
+    assert torch.equal(x, expected)
 
 
 LARGEST_LOGIT = 10.0
@@ -196,7 +244,8 @@ def head_results(op: Callable[..., RowLoss], dtype: torch.dtype, R: int, T: int 
     rows = op(h.to(dtype), head.to(dtype), labels, **weights, teacher=teacher, chunk_rows=10)
     assert rows.dh is not None
     assert (h @ head.t()).abs().max() > LARGEST_LOGIT
-    return {"ce": rows.ce, "kl": rows.kl, "correct": rows.correct.double(), "dh": rows.dh}
+    dh = rows.dh if rows.dh_scale is None else rows.dh * rows.dh_scale[:, None]
+    return {"ce": rows.ce, "kl": rows.kl, "correct": rows.correct.double(), "dh": dh}
 
 
 # Beyond the vocabulary the kernel multiplies 0 and -inf, and does not use the product.
@@ -232,6 +281,25 @@ def test_without_gradient_none_is_formed(op: Callable[..., RowLoss]) -> None:
     )
     assert without.dh is None
     assert torch.equal(without.ce, with_gradient.ce)
+
+
+@pytest.mark.parametrize("largest", [1.0, 70.0, 1e4])
+def test_a_first_block_that_is_no_guide(largest: float) -> None:
+    """The kernel writes e^(z - reference) as it reads, and the reference comes from the first 4096 logits."""
+    h, head, labels = torch.ones(4, 1), random(13_001, 1, seed=1), torch.tensor([3, 4096, 9000, 13_000])
+    head[5000], head[9500] = largest, 1.9 * largest
+    weights = {"ce_weight": torch.tensor(1.0), "kl_weight": torch.tensor(0.0)}
+    head = torch.cat([head, random(13_001, 15, seed=2)], 1)
+    h = torch.cat([h, torch.zeros(4, 15)], 1)
+    found, exact = (
+        frozen_head(h, head, labels, **weights),
+        frozen_head_ref(h.double(), head.double(), labels, **weights),
+    )
+    assert found.dh is not None
+    assert found.dh_scale is not None
+    assert exact.dh is not None
+    torch.testing.assert_close(found.ce, exact.ce.float())
+    torch.testing.assert_close(found.dh * found.dh_scale[:, None], exact.dh.float(), rtol=1e-5, atol=1e-5 * largest)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")
