@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_COLUMNS, _ROWS = 32, 64
+_COLUMNS, _ROWS = 16, 256
 
 
 @triton.jit

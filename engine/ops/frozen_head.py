@@ -13,8 +13,9 @@ from torch import Tensor
 from engine.ops.row_loss import RowLoss, Teacher
 
 _BLOCK_V = 4096
-# e^60 times the vocabulary's size is far from fp32's end, and what is e^-60 of the largest does not count.
-_HEADROOM = tl.constexpr(60.0)
+# 2^80 times the vocabulary's size is far from fp32's end, and what is 2^-80 of the largest does not count.
+_HEADROOM = tl.constexpr(80.0)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -38,35 +39,43 @@ def _cross_entropy(
     label = tl.load(label_ptr + row)
     # Read here: the reduction below keeps every warp behind it, and after it another warp may write there.
     label_logit = tl.load(logits_ptr + label).to(tl.float32)
-    reference = tl.max(tl.load(logits_ptr + lanes, lanes < V, -float("inf")).to(tl.float32), 0)
+    loaded = tl.load(logits_ptr + lanes, lanes < V, -float("inf"))
+    reference = tl.max(loaded.to(tl.float32), 0) * _LOG2_E
     total = tl.zeros([BLOCK], tl.float32)
-    beaten = tl.zeros([BLOCK], tl.int32)
+    beaten = 0
     for start in range(0, V, BLOCK):
         v = start + lanes
-        ok = v < V
-        z = tl.load(logits_ptr + v, ok, -float("inf")).to(tl.float32)
+        z = loaded.to(tl.float32)
+        loaded = tl.load(
+            logits_ptr + BLOCK + v, BLOCK + v < V, -float("inf")
+        )  # the next block's, on their way meanwhile
         block_top = tl.max(z, 0)
-        if block_top > reference + _HEADROOM:
+        if block_top >= label_logit:
+            if block_top > label_logit:
+                beaten = 1
+            else:
+                # Of equals the first wins.
+                beaten = tl.maximum(beaten, tl.max(((z == label_logit) & (v < label)).to(tl.int32), 0))
+        if block_top * _LOG2_E > reference + _HEADROOM:
             # The first block was no guide: what is written so far moves to the new reference.
-            shrink = tl.exp(reference - block_top)
+            shrink = tl.exp2(reference - block_top * _LOG2_E)
             total *= shrink
             if GRADIENT:
                 for done in range(0, start, BLOCK):
                     at = logits_ptr + done + lanes
                     tl.store(at, (tl.load(at).to(tl.float32) * shrink).to(dtype))
-            reference = block_top
-        e = tl.exp(z - reference)
+            reference = block_top * _LOG2_E
+        e = tl.exp2(z * _LOG2_E - reference)
         total += e
-        beaten |= ((z > label_logit) | ((z == label_logit) & (v < label))).to(tl.int32)
         if GRADIENT:
-            tl.store(logits_ptr + v, e.to(dtype), ok)
+            tl.store(logits_ptr + v, e.to(dtype), v < V)
     sum_e = tl.sum(total, 0)
-    tl.store(ce_ptr + row, reference + tl.log(sum_e) - label_logit)
-    tl.store(correct_ptr + row, (tl.max(beaten, 0) == 0).to(tl.int8))
+    tl.store(ce_ptr + row, (reference + tl.log2(sum_e)) / _LOG2_E - label_logit)
+    tl.store(correct_ptr + row, 1 - beaten)
     if GRADIENT:
         # Another thread may have written the label's e in the loop: it comes before this store, not after.
         tl.debug_barrier()
-        tl.store(logits_ptr + label, (tl.exp(label_logit - reference) - sum_e).to(dtype))
+        tl.store(logits_ptr + label, (tl.exp2(label_logit * _LOG2_E - reference) - sum_e).to(dtype))
         tl.store(scale_ptr + row, tl.load(ce_weight_ptr) / sum_e)
 
 

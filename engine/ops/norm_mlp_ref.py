@@ -1,6 +1,6 @@
 """Residual addition, RMSNorm and the gated MLP, the definition:
 
-    s = r + x;   [g | u] = RMSNorm(s) W_gate_up^T;   y = (silu(g) * u) W_down^T
+s = r + x;   [g | u] = RMSNorm(s) W_gate_up^T;   y = (silu(g) * u) W_down^T
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ from torch import Tensor
 from engine.ops.column_sums import add_sums
 from engine.ops.weight import Weight
 
-_BACKWARD_PROGRAMS = 512
-_BACKWARD_STAGES = 2
+# Swept on an H200 at D = 1024, 4096 and 5120: three rows on their way hide the memory behind the reductions.
+_BACKWARD_PROGRAMS = 528
+_BACKWARD_STAGES = 3
 
 
 @triton.jit(do_not_specialize=["R"])

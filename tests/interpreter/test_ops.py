@@ -288,13 +288,11 @@ def test_a_first_block_that_is_no_guide(largest: float) -> None:
     """The kernel writes e^(z - reference) as it reads, and the reference comes from the first 4096 logits."""
     h, head, labels = torch.ones(4, 1), random(13_001, 1, seed=1), torch.tensor([3, 4096, 9000, 13_000])
     head[5000], head[9500] = largest, 1.9 * largest
-    weights = {"ce_weight": torch.tensor(1.0), "kl_weight": torch.tensor(0.0)}
+    one, zero = torch.tensor(1.0), torch.tensor(0.0)
     head = torch.cat([head, random(13_001, 15, seed=2)], 1)
     h = torch.cat([h, torch.zeros(4, 15)], 1)
-    found, exact = (
-        frozen_head(h, head, labels, **weights),
-        frozen_head_ref(h.double(), head.double(), labels, **weights),
-    )
+    found = frozen_head(h, head, labels, ce_weight=one, kl_weight=zero)
+    exact = frozen_head_ref(h.double(), head.double(), labels, ce_weight=one, kl_weight=zero)
     assert found.dh is not None
     assert found.dh_scale is not None
     assert exact.dh is not None
