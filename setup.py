@@ -4,6 +4,7 @@ from setuptools import find_packages, setup
 
 PLOTS = ["matplotlib>=3.8"]
 ARROW = ["pyarrow>=15"]
+HF = ["transformers>=5"]
 
 setup(
     name="dflash-engine",
@@ -28,8 +29,9 @@ setup(
     extras_require={
         "plots": PLOTS,
         "arrow": ARROW,
+        "hf": HF,
         # ruff and mypy report different things in each minor version, and the tests run both.
-        "test": [*PLOTS, *ARROW, "pytest>=8", "transformers>=5", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5"],
+        "test": [*PLOTS, *ARROW, *HF, "pytest>=8", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5"],
     },
     entry_points={"console_scripts": ["dflash-engine = bench.cli:main"]},
 )

@@ -173,28 +173,78 @@ def export(source: Path, out: Path, layout: str, verifier: str, with_head: bool,
 
 @cli.command("eval")
 @click.argument("drafter", type=click.Path(path_type=Path))
-@click.argument("data", type=click.Path(path_type=Path))
-@click.option("--decode", is_flag=True, help="Decode for real as well, with the embedded target.")
+@click.argument("data", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--target",
+    metavar="TARGET",
+    help="Decode for real with this target: a folder or hub id that transformers loads, or 'embedded', the demo's.",
+)
+@click.option(
+    "--prompts",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="What to continue: .txt, a prompt a line, or .jsonl with prompt, text, messages, conversations or input_ids.",
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=2), default=256, show_default=True, help="Length of each text."
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="0: greedy, the text is compared with the target's own. Above 0: drawn from the target's distribution.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draws.")
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Texts drawn for each prompt."
+)
+@click.option(
+    "--plot", metavar="PNG", type=click.Path(path_type=Path, dir_okay=False), help="Draw accuracy and acceptance."
+)
 @config_option
 @set_option
 @json_option
 def evaluate(
     drafter: Path,
-    data: Path,
-    decode: bool,
+    data: Path | None,
+    target: str | None,
+    prompts: Path | None,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    samples: int,
+    plot: Path | None,
     config: str | None,
     overrides: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Measure the drafter in the folder DRAFTER on the dataset in the folder DATA.
+    """Measure a drafter on the dataset in the folder DATA, by decoding with its target, or both.
 
-    Prints loss, accuracy per slot and the accepted length of a block, teacher-forced: every block starts from the
-    data's own tokens. Of the settings it uses [data], [buckets] and [run].
+    DRAFTER is a run's folder (its best drafter is taken, with the run's settings unless --config names others), a
+    checkpoint's or a drafter's. On DATA it prints loss, accuracy per slot and the accepted length of a block,
+    teacher-forced: every block starts from the data's own tokens. With --target it decodes the prompts and prints what a
+    verification accepts, the speed-up, and how many tokens are off the target's own text. Of the settings it uses
+    [data], [buckets] and [run]. docs/evaluate.md explains the figures.
     """
-    settings = load_settings(config, overrides)
+    if prompts is not None and target is None:
+        raise click.UsageError("Expected --target with --prompts, found none.")
+    if data is None and target is None:
+        raise click.UsageError("Expected DATA, --target or both, found neither.")
+    if prompts is None and target not in (None, "embedded"):
+        raise click.UsageError("Expected --prompts with --target, found none.")
+    if samples > 1 and temperature == 0:
+        raise click.UsageError("Expected --temperature above 0 with --samples: greedy texts of one prompt are equal.")
+    described = drafter / "settings.toml"
+    settings = load_settings(config or (str(described) if described.is_file() else None), overrides)
     from engine.evaluate import evaluate_drafter
 
-    echo_json(evaluate_drafter(drafter, data, settings, decode=decode), as_json)
+    decode = None
+    if target is not None:
+        from engine.decode_prompts import DecodeOptions, DecodeRequest
+
+        decode = DecodeRequest(target, prompts, DecodeOptions(max_new_tokens, temperature, seed, samples))
+    echo_json(evaluate_drafter(drafter, data, settings, decode=decode, plot=plot), as_json)
 
 
 @cli.group()

@@ -1,24 +1,70 @@
-"""Greedy speculative decoding with a DFlash drafter, batch of one.
+"""Speculative decoding with a DFlash drafter, batch of one.
 
-Each round drafts a block in one pass, lets the target check it in one pass, keeps the longest matching prefix and the
-target's own next token, and rolls the target's cache back to what was kept. The text is the target's greedy text. As
-z-lab does at inference, the drafter's context grows by the keys and values of newly accepted tokens; none is computed
-twice.
+Each round drafts a block in one pass, lets the target check it in one pass, keeps the drafts that stand
+(engine/acceptance.py) and the target's own next token, and rolls the target's cache back to what was kept. The text is
+the target's: its greedy text, or a text from its distribution. As z-lab does at inference, the drafter's context grows by
+the keys and values of newly accepted tokens; none is computed twice.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.acceptance import Sampler, choose, matching_prefix
 from engine.drafter_config import DrafterConfig
 from engine.rope import apply_rope, rope_attention_scaling, rope_cos_sin, rope_inv_freq
-from engine.target import Target
 
-# Two best logits closer than this may change places with the rounding of another batch shape.
-NEAR_TIE = 1e-4
+
+class Cache(Protocol):
+    """A target's keys and values: `length` positions, and the way back to fewer."""
+
+    @property
+    def length(self) -> int: ...
+
+    def rollback(self, length: int) -> None: ...
+
+
+class Step(Protocol):
+    """What a target says to S tokens: `logits` [1, S, V] and `taps` [1, S, L*D], the residual stream after chosen layers."""
+
+    @property
+    def logits(self) -> Tensor: ...
+
+    @property
+    def taps(self) -> Tensor: ...
+
+
+C = TypeVar("C", bound=Cache)
+
+
+class DecodingTarget(Protocol[C]):
+    """What decoding needs of a target: engine.target.Target has it, and engine.hf_decoding.HFDecodingTarget for all others.
+
+    `sizes` are hidden size, vocabulary and number of layers; `embedding` and `head_weight` [V, D] also serve the drafter.
+    """
+
+    @property
+    def sizes(self) -> tuple[int, int, int]: ...
+
+    @property
+    def embedding(self) -> Tensor: ...
+
+    @property
+    def head_weight(self) -> Tensor: ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+
+    def new_cache(self, capacity: int) -> C: ...
+
+    def extend(self, tokens_S: Tensor, cache: C, tap_layer_ids: Sequence[int] = (), *, last_only: bool = False) -> Step:
+        """The tokens int64[S] behind what the cache holds. last_only: logits of the last token alone, [1, 1, V]."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,17 +77,17 @@ class Drafter:
     lm_head: Tensor
 
 
-def drafter_for(config: DrafterConfig, weights: Mapping[str, Tensor], target: Target) -> Drafter:
+def drafter_for(config: DrafterConfig, weights: Mapping[str, Tensor], target: DecodingTarget[Any]) -> Drafter:
     """The drafter on the target's device and in its dtype. Raises ValueError when the two do not belong together."""
     sizes = (config.hidden_size, config.vocab_size, config.num_target_layers)
-    found = (target.config.hidden_size, target.config.vocab_size, target.config.num_hidden_layers)
-    if sizes != found:
+    if sizes != target.sizes:
         raise ValueError(
-            f"drafter: expected a target of hidden size, vocabulary and layers {sizes}, found {found}. "
+            f"drafter: expected a target of hidden size, vocabulary and layers {sizes}, found {target.sizes}. "
             "Decode with the target that the drafter was trained for."
         )
-    placed = {name: tensor.detach().to(target.device, target.dtype) for name, tensor in weights.items()}
-    return Drafter(config, placed, target.model.embed_tokens.weight, target.head_weight)
+    like = target.embedding
+    placed = {name: tensor.detach().to(like.device, like.dtype) for name, tensor in weights.items()}
+    return Drafter(config, placed, like, target.head_weight)
 
 
 class DraftCache:
@@ -104,8 +150,8 @@ def draft_block(
 ) -> tuple[Tensor, Tensor]:
     """Append the accepted `taps_TL` [T, L*D], then draft the block whose slot 0 is token `anchor` at `position`.
 
-    Returns the hidden states after the final norm [K, D] and the drafted token ids int64[K-1]. Raises ValueError when
-    the context does not end right before the anchor.
+    Returns the hidden states after the final norm [K, D] and the logits [K-1, V] of the slots behind the anchor, which is
+    known. Raises ValueError when the context does not end right before the anchor.
     """
     config, weights = drafter.config, drafter.weights
     append_context(drafter, cache, taps_TL)
@@ -121,8 +167,7 @@ def draft_block(
     for i in range(config.num_hidden_layers):
         x_KD = _draft_layer(drafter, cache, i, x_KD, cos, sin)
     hidden_KD = rms_norm(x_KD, weights["norm.weight"], config.rms_norm_eps)
-    # Slot 0 is the anchor, a token that is known; it drafts nothing.
-    return hidden_KD, F.linear(hidden_KD[1:], drafter.lm_head).argmax(-1)
+    return hidden_KD, F.linear(hidden_KD[1:], drafter.lm_head)
 
 
 def _draft_layer(drafter: Drafter, cache: DraftCache, i: int, x_KD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -162,59 +207,92 @@ def _angles(drafter: Drafter, cache: DraftCache, start: int, count: int) -> tupl
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """New tokens, what each verification accepted (bonus token counted), and the places of near ties.
+    """New tokens, what each verification accepted (the target's own token counted), and the places of near ties.
 
-    `near_ties` are indices into `tokens` where the target's two best logits differ by less than NEAR_TIE: from there on
+    `near_ties` are indices into `tokens` where the target's two best logits are equal but for rounding: from there on
     another order of summation may choose another text. The last entry of `accept_lengths` counts tokens that
-    `max_new_tokens` cut off, so that the mean does not depend on where the text ends.
+    `max_new_tokens` cut off, so that the mean does not depend on where the text is cut; what follows an end of text is
+    not counted. `decode_s`: seconds from the first new token to the last one, without the prompt's.
     """
 
     tokens: tuple[int, ...]
     accept_lengths: tuple[int, ...]
     near_ties: tuple[int, ...]
+    decode_s: float = dataclasses.field(default=0.0, compare=False)
 
 
 @torch.inference_mode()
-def speculative_generate(target: Target, drafter: Drafter, prompt: Tensor, max_new_tokens: int) -> Decoded:
-    """Continue int `prompt` [T] greedily by draft and verification; ends after the target config's `eos_token_id`."""
+def speculative_generate(
+    target: DecodingTarget[C], drafter: Drafter, prompt: Tensor, max_new_tokens: int, sampler: Sampler | None = None
+) -> Decoded:
+    """Continue int `prompt` [T] by draft and verification, greedily without a sampler; ends after an end-of-text token."""
     K, taps = drafter.config.block_size, drafter.config.target_layer_ids
+    # The last verification may run past the end by a block.
     capacity = prompt.numel() + max_new_tokens + K
     target_cache, draft_cache = target.new_cache(capacity), DraftCache(drafter, capacity)
-    feed = prompt.to(target.device).long()
-    output = target(feed[None], cache=target_cache, tap_layer_ids=taps)
-    tokens, ties = _choose(output.logits[0, -1:])
+    output = target.extend(prompt.to(drafter.embed_tokens.device).long(), target_cache, taps, last_only=True)
+    tokens, ties = _next_token(output.logits[0], drafter.embed_tokens.dtype, sampler)
     accepted_taps = output.taps[0]
     accept_lengths: list[int] = []
-    while len(tokens) < max_new_tokens and target.config.eos_token_id not in tokens:
+    began_s = time.perf_counter()
+    end = _end_of_text(tokens, 0, target)
+    while len(tokens) < max_new_tokens and end is None:
         position = target_cache.length
-        _, drafts = draft_block(drafter, draft_cache, accepted_taps, tokens[-1], position)
-        block = torch.cat((drafts.new_tensor([tokens[-1]]), drafts))
-        output = target(block[None], cache=target_cache, tap_layer_ids=taps)
-        wanted, block_ties = _choose(output.logits[0])
-        matches = _matching_prefix(drafts.tolist(), wanted)
-        # The cache keeps the anchor and the drafts that matched; the bonus token is the next anchor.
-        target_cache.rollback(position + 1 + matches)
-        accepted_taps = output.taps[0, : 1 + matches]
-        ties += [len(tokens) + i for i in block_ties if i <= matches]
-        tokens += wanted[: 1 + matches]
-        accept_lengths.append(1 + matches)
-    end = max_new_tokens
-    if target.config.eos_token_id in tokens:
-        end = min(end, tokens.index(target.config.eos_token_id) + 1)
-    return Decoded(tuple(tokens[:end]), tuple(accept_lengths), tuple(i for i in ties if i < end))
+        _, draft_logits = draft_block(drafter, draft_cache, accepted_taps, tokens[-1], position)
+        q = None if sampler is None else sampler.probabilities(draft_logits)
+        drafts = draft_logits.argmax(-1) if sampler is None or q is None else sampler.draw(q)
+        output = target.extend(torch.cat((drafts.new_tensor([tokens[-1]]), drafts)), target_cache, taps)
+        if sampler is None or q is None:
+            wanted, block_ties = choose(output.logits[0], drafter.embed_tokens.dtype)
+            kept = wanted[: 1 + matching_prefix(drafts.tolist(), wanted)]
+        else:
+            kept, block_ties = sampler.accept(drafts, q, sampler.probabilities(output.logits[0])), []
+        # The cache keeps the anchor and the drafts that stand; the target's own token is the next anchor.
+        target_cache.rollback(position + len(kept))
+        accepted_taps = output.taps[0, : len(kept)]
+        ties += [len(tokens) + i for i in block_ties if i < len(kept)]
+        tokens += kept
+        end = _end_of_text(tokens, len(tokens) - len(kept), target)
+        accept_lengths.append(len(kept) - (0 if end is None else len(tokens) - end))
+    return _decoded(tokens, accept_lengths, ties, min(max_new_tokens, end or max_new_tokens), began_s)
 
 
-def _choose(logits_SV: Tensor) -> tuple[list[int], list[int]]:
-    """The greedy token of each row of logits, and the rows whose two best are nearly equal."""
-    best = logits_SV.float().topk(2, dim=-1)
-    near = (best.values[:, 0] - best.values[:, 1] < NEAR_TIE).tolist()
-    # argmax, not topk's first: of equal logits plain greedy decoding takes argmax's.
-    return logits_SV.argmax(-1).tolist(), [i for i, tie in enumerate(near) if tie]
+@torch.inference_mode()
+def plain_generate(
+    target: DecodingTarget[C], prompt: Tensor, max_new_tokens: int, sampler: Sampler | None = None
+) -> Decoded:
+    """The target's own continuation of int `prompt` [T], one token a forward pass; `accept_lengths` is empty."""
+    cache, like = target.new_cache(prompt.numel() + max_new_tokens), target.embedding
+    feed = prompt.to(like.device).long()
+    tokens: list[int] = []
+    ties: list[int] = []
+    began_s = time.perf_counter()
+    while len(tokens) < max_new_tokens and _end_of_text(tokens, len(tokens) - 1, target) is None:
+        found, tie = _next_token(target.extend(feed, cache, last_only=True).logits[0], like.dtype, sampler)
+        ties += [len(tokens)] if tie else []
+        tokens += found
+        feed = feed.new_tensor(found)
+        if len(tokens) == 1:
+            began_s = time.perf_counter()
+    return _decoded(tokens, (), ties, len(tokens), began_s)
 
 
-def _matching_prefix(drafts: list[int], wanted: list[int]) -> int:
-    """How many drafts, from the first on, are what the target wanted in their place."""
-    count = 0
-    while count < len(drafts) and drafts[count] == wanted[count]:
-        count += 1
-    return count
+def _next_token(logits_1V: Tensor, dtype: torch.dtype, sampler: Sampler | None) -> tuple[list[int], list[int]]:
+    """One token and, for a near tie, its row."""
+    if sampler is None:
+        return choose(logits_1V, dtype)
+    return sampler.draw(sampler.probabilities(logits_1V)).tolist(), []
+
+
+def _end_of_text(tokens: Sequence[int], start: int, target: DecodingTarget[Any]) -> int | None:
+    """Where the text ends by an end-of-text token at `start` or later: the index behind it."""
+    ends = target.eos_token_ids
+    return next((i + 1 for i in range(max(start, 0), len(tokens)) if tokens[i] in ends), None)
+
+
+def _decoded(
+    tokens: Sequence[int], accept_lengths: Sequence[int], ties: Sequence[int], end: int, began_s: float
+) -> Decoded:
+    # Every round has read its tokens from the device: nothing is under way when the clock is read.
+    seconds = time.perf_counter() - began_s
+    return Decoded(tuple(tokens[:end]), tuple(accept_lengths), tuple(i for i in ties if i < end), seconds)

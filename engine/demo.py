@@ -6,12 +6,9 @@ files that neither has seen are continued by real speculative decoding, whose te
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +18,8 @@ from torch import Tensor
 from engine.assemble import resolve_device
 from engine.bytes_vocab import encode_bytes
 from engine.corpus import corpus_files, read_documents
-from engine.decode import drafter_for, speculative_generate
+from engine.decode import Decoded, drafter_for, plain_generate, speculative_generate
+from engine.decode_prompts import acceptance, against_own_text, one_thread
 from engine.drafter_config import DrafterConfig, default_target_layer_ids
 from engine.export import load_drafter
 from engine.extract import extract_corpus
@@ -37,7 +35,7 @@ from engine.settings import (
     RunSettings,
     Settings,
 )
-from engine.target import Target, greedy_generate, load_target
+from engine.target import Target, load_target
 from engine.train import train
 
 EMBEDDED_TARGET = Path(__file__).parent / "embedded"
@@ -146,54 +144,32 @@ class HeldOutText:
     """The beginning of a file that neither model has seen, and how the target itself continues it greedily."""
 
     prompt: Tensor
-    own: list[int]
+    own: Decoded
 
 
 def held_out_texts(target: Target) -> list[HeldOutText]:
-    """Pieces of held-out files, each from a function's beginning on, with the target's own continuations."""
+    """The held-out prompts with the target's own continuations."""
+    with one_thread():
+        return [HeldOutText(prompt, plain_generate(target, prompt, NEW_TOKENS)) for prompt in held_out_prompts()]
+
+
+def held_out_prompts() -> list[Tensor]:
+    """int32[PROMPT_TOKENS] each: pieces of held-out files, from a function's beginning on."""
     files = [text for text in read_documents(corpus_files("heldout")) if len(text) > SKIPPED_BYTES + PROMPT_TOKENS]
     stride = max(1, len(files) // PROMPTS)
     prompts = []
     for text in files[::stride][:PROMPTS]:
         start = max(text.find(b"    def ", SKIPPED_BYTES), 0)
         prompts.append(encode_bytes(text[start : start + PROMPT_TOKENS]))
-    with _one_thread():
-        return [HeldOutText(prompt, greedy_generate(target, prompt, NEW_TOKENS)) for prompt in prompts]
+    return prompts
 
 
 def decode_held_out(
     config: DrafterConfig, weights: Mapping[str, Tensor], target: Target, texts: Sequence[HeldOutText]
 ) -> dict[str, Any]:
-    """Continues the texts by speculative decoding and compares with the target's own continuation.
-
-    differing_tokens counts tokens that differ before any near tie of the target's two best logits: it should be 0. Tokens
-    after a near tie are not compared: there, another order of summation may choose another text.
-    """
+    """Continues the texts by speculative decoding and compares with the target's own continuation; see
+    engine.decode_prompts for the figures."""
     drafter = drafter_for(config, weights, target)
-    accepted: list[int] = []
-    differing = ties = 0
-    for text in texts:
-        with _one_thread():
-            decoded = speculative_generate(target, drafter, text.prompt, NEW_TOKENS)
-        until = decoded.near_ties[0] if decoded.near_ties else max(len(text.own), len(decoded.tokens))
-        pairs = zip_longest(decoded.tokens[:until], text.own[:until])
-        differing += sum(found != own for found, own in pairs)
-        ties += len(decoded.near_ties)
-        accepted += decoded.accept_lengths
-    return {
-        "tokens_per_verification": statistics.fmean(accepted),
-        "verifications": len(accepted),
-        "differing_tokens": differing,
-        "near_ties": ties,
-    }
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    # Batches of one token are too small to share: threads that wait for each other take longer than one alone.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    with one_thread():
+        decoded = [speculative_generate(target, drafter, text.prompt, NEW_TOKENS) for text in texts]
+    return acceptance(decoded, config.block_size) | against_own_text(decoded, [text.own for text in texts])

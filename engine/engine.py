@@ -175,6 +175,7 @@ class Engine:
             for name, metrics in (("training", self.metrics), ("held-out", self.eval_metrics))
             for part, tensor in (("sums", metrics.sums), ("slots", metrics.slots))
         }
+        sums["held-out blocks by accepted drafts"] = self.eval_metrics.blocks_by_accepted
         scalars = {name: getattr(self.objective, name) for name in ("ce_weight", "kl_weight", "gamma")}
         if self.optimizer is not None:
             scalars |= self.optimizer.scalars()

@@ -1,12 +1,13 @@
-"""Teacher-forced evaluation of a saved drafter on a dataset: every block starts from the data's own tokens."""
+"""Evaluation of a saved drafter: teacher-forced on a dataset, and by decoding for real with its target."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from buffers.batching import BatchPlan
 from buffers.staging import InputPipeline
@@ -19,19 +20,85 @@ from engine.assemble import (
     resolve_precision,
 )
 from engine.data_source import open_data
-from engine.decode import drafter_for
-from engine.demo import EMBEDDED_TARGET, decode_held_out, held_out_texts
+from engine.decode import Drafter, drafter_for
+from engine.decode_prompts import EMBEDDED, DecodeRequest, decode_prompts, one_thread, print_decoding
+from engine.demo import EMBEDDED_TARGET, held_out_prompts
+from engine.drafter_config import DrafterConfig
 from engine.engine import Engine
-from engine.export import load_drafter
+from engine.export import load_trained
+from engine.hf_decoding import load_decoding_target
+from engine.plots import plot_evaluation, require_plot
+from engine.prompts import ByteTokenizer, HFTokenizer, read_prompts
 from engine.reports import make_console
 from engine.settings import Settings
 from engine.target import load_target
 
 
-def evaluate_drafter(drafter: Path, data: Path, settings: Settings, *, decode: bool) -> dict[str, Any]:
-    """Prints and returns loss, accuracy per slot and accepted length; with decode, also what real speculative decoding
-    of held-out files with the embedded target accepts. Raises ValueError when drafter and dataset do not belong together."""
-    config, weights = load_drafter(drafter)
+def evaluate_drafter(
+    source: Path,
+    data: Path | None,
+    settings: Settings,
+    *,
+    decode: DecodeRequest | None = None,
+    plot: Path | None = None,
+) -> dict[str, Any]:
+    """Prints and returns the figures of a drafter, a checkpoint or a run's best drafter: on `data`, if given, loss, accuracy
+    per slot and accepted length, every block starting from the data's own tokens; with `decode` what speculative decoding
+    accepts (under "decoding"). `plot`: a PNG of both. Raises ValueError when they do not belong together.
+    """
+    if plot is not None:
+        require_plot(plot)
+    folder, config, weights = load_trained(source)
+    decoder = None if decode is None else _Decoder(config, weights, decode, settings)  # refuses before the work begins
+    figures: dict[str, Any] = {"drafter": str(folder), "block_size": config.block_size}
+    if data is not None:
+        figures |= _teacher_forced(folder, config, weights, data, settings)
+    console = make_console()
+    for name, value in figures.items():
+        console.print(f"{name:26} {value}", markup=False, soft_wrap=True)
+    if decoder is not None:
+        figures["decoding"] = decoder.run()
+        print_decoding(figures["decoding"], console)
+    if plot is not None:
+        figures["plot"] = str(plot_evaluation(figures, plot))
+    return figures
+
+
+class _Decoder:
+    """Target, drafter and prompts of one request, loaded and found to fit."""
+
+    def __init__(
+        self, config: DrafterConfig, weights: dict[str, Tensor], request: DecodeRequest, settings: Settings
+    ) -> None:
+        device = resolve_device(settings.run.device)
+        tokenizer: ByteTokenizer | HFTokenizer
+        self.target: Any
+        if request.target == EMBEDDED:
+            # fp32 as in the demo, whose figures these are.
+            self.target, tokenizer = load_target(EMBEDDED_TARGET, device, torch.float32), ByteTokenizer()
+        else:
+            precision = resolve_precision(settings.run.precision, device)
+            dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+            self.target, tokenizer = load_decoding_target(request.target, device, dtype), HFTokenizer(request.target)
+        self.drafter: Drafter = drafter_for(config, weights, self.target)
+        if request.prompts is not None:
+            self.prompts = read_prompts(request.prompts, tokenizer, self.target.sizes[1])
+        elif request.target == EMBEDDED:
+            self.prompts = held_out_prompts()
+        else:
+            raise ValueError("expected a file of prompts to decode with, found none; name one with --prompts")
+        self._request = request
+
+    def run(self) -> dict[str, Any]:
+        embedded = self._request.target == EMBEDDED
+        with one_thread() if embedded else nullcontext():
+            figures = decode_prompts(self.target, self.drafter, self.prompts, self._request.options)
+        return {"target": self._request.target} | figures
+
+
+def _teacher_forced(
+    folder: Path, config: DrafterConfig, weights: dict[str, Tensor], data: Path, settings: Settings
+) -> dict[str, Any]:
     dataset = open_data(data, settings, drafter=config)
     info = dataset.info
     for name, ours, theirs in (
@@ -41,12 +108,9 @@ def evaluate_drafter(drafter: Path, data: Path, settings: Settings, *, decode: b
     ):
         if ours != theirs:
             raise ValueError(
-                f"{drafter} has {name} {ours}, {data} has {theirs}; evaluate on the hidden states of its own target"
+                f"{folder} has {name} {ours}, {data} has {theirs}; evaluate on the hidden states of its own target"
             )
     device = resolve_device(settings.run.device)
-    if decode:
-        embedded = load_target(EMBEDDED_TARGET, device, torch.float32)
-        drafter_for(config, weights, embedded)  # refuses a drafter of another target before the work begins
     precision = resolve_precision(settings.run.precision, device)
     target = frozen_target(settings, dataset)
     buckets = make_plan(settings, dataset, config, device).buckets
@@ -72,19 +136,15 @@ def evaluate_drafter(drafter: Path, data: Path, settings: Settings, *, decode: b
         while (batch := inputs.next()) is not None:
             engine.eval_step(batch.bucket)
         means = engine.eval_metrics.snapshot().read().means()
+        histogram = [int(count) for count in engine.eval_metrics.blocks_by_accepted.tolist()]
     figures = {
         key: means[key] for key in ("loss", "accuracy", "accuracy_per_slot", "accept_len", "tokens_per_verification")
     }
     evaluated = {row.sample_id for batch in batches for row in batch.rows} - set(inputs.skipped)
-    figures |= {
+    return figures | {
+        "acceptance_histogram": histogram,
         "samples": len(evaluated),
         "skipped_samples": sorted(inputs.skipped),
         "too_long_samples": len(batch_plan.too_long),
         "how": engine.executor.how,
     }
-    if decode:
-        figures["decoding"] = decode_held_out(config, weights, embedded, held_out_texts(embedded))
-    console = make_console()
-    for name, value in figures.items():
-        console.print(f"{name:26} {value}", markup=False, soft_wrap=True)
-    return figures

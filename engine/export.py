@@ -60,12 +60,7 @@ def export_drafter(
         raise ValueError(
             "with head: expected layout speculators, found z-lab, whose loaders take the target's own head"
         )
-    chosen = _choose(source)
-    if (chosen / TRAINING_FILE).is_file():
-        config, weights = saved_config(chosen), saved_weights(chosen)
-        check_tensors(str(chosen / TRAINING_FILE), parameter_shapes(config), weights)
-    else:
-        config, weights = load_drafter(chosen)
+    chosen, config, weights = load_trained(source)
     describe = partial(to_speculators, verifier=verifier, verifier_architectures=_architectures(verifier))
     if with_head:
         weights = _with_head(config, weights, verifier)
@@ -114,6 +109,18 @@ def _refuse_occupied(out: Path) -> None:
     for beside in (out.with_name(f".{out.name}.writing"), out.with_name(f".{out.name}.old")):
         if beside.exists():
             raise ValueError(f"{out}: expected no {beside.name} beside it, found one; remove it or choose another name")
+
+
+def load_trained(source: Path) -> tuple[Path, DrafterConfig, dict[str, Tensor]]:
+    """The drafter of a run's folder (its best, else its last checkpoint's), of a training checkpoint or of a drafter's folder,
+    and the folder it was found in. Raises ValueError."""
+    chosen = _choose(source)
+    if (chosen / TRAINING_FILE).is_file():
+        config, weights = saved_config(chosen), saved_weights(chosen)
+        check_tensors(str(chosen / TRAINING_FILE), parameter_shapes(config), weights)
+    else:
+        config, weights = load_drafter(chosen)
+    return chosen, config, weights
 
 
 def _choose(source: Path) -> Path:

@@ -31,6 +31,8 @@ class Metrics:
     def __init__(self, block_size: int, device: torch.device) -> None:
         self.sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self.slots = torch.zeros(2, block_size - 1, dtype=torch.float64, device=device)
+        # Grows in evaluation alone, so no checkpoint holds it.
+        self.blocks_by_accepted = torch.zeros(block_size, dtype=torch.float64, device=device)
 
     def add(self, sums: BlockSums, row_lengths_B: Tensor, slot_tokens: int) -> None:
         """One micro-batch. A sum that is not finite is left out and counted: one bad batch must not hide all that follow."""
@@ -42,11 +44,14 @@ class Metrics:
         rest = torch.stack([torch.full_like(values[0], slot_tokens), torch.ones_like(values[0]), (~finite).double()])
         self.sums += torch.cat([values, rest])
         self.slots += torch.where(finite, torch.stack([sums.correct_k, sums.supervised_k]), 0.0)
+        if sums.blocks_by_accepted is not None:
+            self.blocks_by_accepted += torch.where(finite, sums.blocks_by_accepted, 0.0)
 
     def zero_(self) -> None:
         """Back to nothing seen."""
         self.sums.zero_()
         self.slots.zero_()
+        self.blocks_by_accepted.zero_()
 
     def snapshot(self, *beside: Tensor) -> MetricsSnapshot:
         """Starts a copy to the host on the current stream, of other 0-D tensors too, and returns at once."""

@@ -41,7 +41,10 @@ class TargetHead:
 
 @dataclass(frozen=True)
 class BlockSums:
-    """Sums over one micro-batch, all 0-D or [K - 1] fp64 on the device, and dh [B, N, K - 1, D]: d(loss)/d(hidden)."""
+    """Sums over one micro-batch, all 0-D or [K - 1] fp64 on the device, and dh [B, N, K - 1, D]: d(loss)/d(hidden).
+
+    blocks_by_accepted [K]: kept blocks in which 0..K-1 drafts stand; formed where no gradient is, for evaluation alone.
+    """
 
     loss: Tensor
     weight: Tensor
@@ -51,6 +54,7 @@ class BlockSums:
     correct_k: Tensor
     accepted: Tensor
     blocks: Tensor
+    blocks_by_accepted: Tensor | None
     dh: Tensor | None
 
 
@@ -113,6 +117,7 @@ def block_loss(
         row_loss = row_loss + objective.kl_weight * kl
     right = correct & (w > 0)
     accepted = ((right | (w == 0)).cumprod(-1) * (w > 0)).sum(-1)
+    kept = batch["block_keep_mask"] > 0
 
     def weighted(x: Tensor) -> Tensor:
         # where, not a product: a row of weight 0 may hold anything, and 0 * NaN is NaN.
@@ -130,9 +135,16 @@ def block_loss(
         supervised_k=w.double().sum((0, 1)),
         correct_k=right.double().sum((0, 1)),
         accepted=accepted.double().sum(),
-        blocks=(batch["block_keep_mask"] > 0).double().sum(),
+        blocks=kept.double().sum(),
+        blocks_by_accepted=None if gradient else _histogram(accepted, kept, slots + 1),
         dh=dh,
     )
+
+
+def _histogram(accepted_BN: Tensor, kept_BN: Tensor, size: int) -> Tensor:
+    """fp64[size]: kept blocks by accepted drafts. Compared, not scattered: the same sum in every replay."""
+    equal = accepted_BN[..., None] == torch.arange(size, device=accepted_BN.device)
+    return (equal & kept_BN[..., None]).double().sum((0, 1))
 
 
 def _teacher(batch: Mapping[str, Tensor], head: TargetHead, block_size: int, D: int) -> Teacher:

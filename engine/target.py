@@ -154,6 +154,21 @@ class Target(nn.Module):
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     @property
+    def embedding(self) -> Tensor:
+        """[V, D]."""
+        return self.model.embed_tokens.weight
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Hidden size, vocabulary, layers."""
+        return self.config.hidden_size, self.config.vocab_size, self.config.num_hidden_layers
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        return frozenset(() if self.config.eos_token_id is None else (self.config.eos_token_id,))
+
+    @property
     def device(self) -> torch.device:
         return self.model.embed_tokens.weight.device
 
@@ -165,6 +180,12 @@ class Target(nn.Module):
         """An empty cache for `batch` rows of at most `capacity` positions."""
         return KVCache(self.config, batch, capacity, self.device, self.dtype)
 
+    def extend(
+        self, tokens_S: Tensor, cache: KVCache, tap_layer_ids: Sequence[int] = (), *, last_only: bool = False
+    ) -> TargetOutput:
+        """One row of tokens int[S] behind what the cache holds; last_only: logits of the last token alone, [1,1,V]."""
+        return self(tokens_S[None], cache=cache, tap_layer_ids=tap_layer_ids, last_logits_only=last_only)
+
     def forward(
         self,
         input_ids_BS: Tensor,
@@ -172,11 +193,13 @@ class Target(nn.Module):
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         tap_layer_ids: Sequence[int] = (),
+        last_logits_only: bool = False,
     ) -> TargetOutput:
         """Run the model on int tokens [B,S].
 
         With a cache the tokens follow its valid positions, which move on by S. `positions` int[B,S] or [S] defaults
-        to the places in the row (after the cache). Raises ValueError when the cache is full or a layer does not exist.
+        to the places in the row (after the cache). last_logits_only: logits [B,1,V]. Raises ValueError when the cache is
+        full or a layer does not exist.
         """
         _, S = input_ids_BS.shape
         past = 0 if cache is None else cache.length
@@ -206,7 +229,7 @@ class Target(nn.Module):
                 taps[i] = x
         if cache is not None:
             cache.length = past + S
-        logits = F.linear(self.model.norm(x), self.head_weight)
+        logits = F.linear(self.model.norm(x[:, -1:] if last_logits_only else x), self.head_weight)
         concatenated = torch.cat([taps[i] for i in tap_layer_ids], dim=-1) if taps else x[..., :0]
         return TargetOutput(logits, concatenated, x)
 

@@ -69,7 +69,7 @@ assert not loaded, loaded
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for word in ("demo", "--seed", "--no-resume", "SECTION.KEY=VALUE", "--verify", "--decode", "[W1|W2|W3|tiny]"):
+    for word in ("demo", "--seed", "--no-resume", "SECTION.KEY=VALUE", "--verify", "--temperature", "[W1|W2|W3|tiny]"):
         assert word in done.stdout
 
 

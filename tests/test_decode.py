@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from engine.acceptance import choose
 from engine.decode import (
     Decoded,
     DraftCache,
     Drafter,
-    _choose,
     block_mask,
     draft_block,
     drafter_for,
@@ -40,9 +41,9 @@ def test_golden_blocks_with_a_growing_cache() -> None:
     cache = DraftCache(drafter, capacity=64)
     for i, start in enumerate(inputs["starts"].tolist()):
         taps = inputs["hidden_states"][0, cache.length : start]
-        hidden, drafts = draft_block(drafter, cache, taps, int(inputs["input_ids"][0, start]), start)
+        hidden, logits = draft_block(drafter, cache, taps, int(inputs["input_ids"][0, start]), start)
         torch.testing.assert_close(hidden[None], outputs[f"step{i}.draft_hidden"], rtol=0, atol=1e-5)
-        assert drafts.tolist() == outputs[f"step{i}.draft_ids"][0].tolist()
+        assert logits.argmax(-1).tolist() == outputs[f"step{i}.draft_ids"][0].tolist()
 
 
 @pytest.mark.parametrize("case", ["dflash-full", "dflash-sliding"])
@@ -61,7 +62,7 @@ def test_golden_training_blocks(case: str) -> None:
 def drafter_config(target: TargetConfig, **changes: object) -> DrafterConfig:
     config = DrafterConfig(
         block_size=5,
-        mask_token_id=49,
+        mask_token_id=target.vocab_size - 1,
         target_layer_ids=(0, 2),
         num_target_layers=target.num_hidden_layers,
         hidden_size=target.hidden_size,
@@ -121,7 +122,7 @@ class Foretold:
         first = position - self.start + 1
         assert anchor == self.text[first - 1]
         drafts = [(t + 1) % 49 if (first + i) % 7 == 3 else t for i, t in enumerate(self.text[first : first + 4])]
-        return taps, torch.tensor(drafts)
+        return taps, F.one_hot(torch.tensor(drafts), 50).float()
 
 
 def test_partly_right_drafts_are_kept_up_to_the_first_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +167,7 @@ def test_end_of_text_stops_both_ways() -> None:
 
 def test_near_ties_are_counted_and_argmax_decides() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0], [3.0, 1.0, 2.0], [1.0, 0.0, 1.00005], [1.0, 0.0, 1.0002]])
-    assert _choose(logits) == ([1, 0, 2, 2], [0, 2])
+    assert choose(logits) == ([1, 0, 2, 2], [0, 2])
 
 
 def test_block_mask_of_sliding_and_causal_layers() -> None:

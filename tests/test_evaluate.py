@@ -1,19 +1,17 @@
 """Evaluation of a saved drafter: the figures, what of the data they cover, and drafters that do not belong to it."""
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from engine import demo
-from engine.bytes_vocab import MASK_TOKEN_ID
+from bench.cli import main
 from engine.checkpoint import save_drafter
-from engine.corpus import corpus_files
 from engine.drafter_config import DrafterConfig
 from engine.evaluate import evaluate_drafter
-from engine.extract import extract_corpus
 from engine.params import initial_parameters
 from engine.settings import load_settings
-from engine.target import load_target
 from tests.dataset_helpers import random_sample, writer
 from tests.run_helpers import LENGTHS, metrics, run, training_dataset
 
@@ -33,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_figures_are_those_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = evaluate_drafter(folder / "run" / "drafter", folder / "held-out", SETTINGS, decode=False)
+    figures = evaluate_drafter(folder / "run" / "drafter", folder / "held-out", SETTINGS)
     last = metrics(folder / "run")[-1]
     # The run measured in fp32 what was saved in bf16.
     assert figures["loss"] == pytest.approx(last["eval_loss"], rel=1e-2)
@@ -47,7 +45,7 @@ def test_figures_are_those_of_the_run(folder: Path, capsys: pytest.CaptureFixtur
 
 
 def test_training_shows(folder: Path) -> None:
-    trained = evaluate_drafter(folder / "run" / "drafter", folder / "data", SETTINGS, decode=False)
+    trained = evaluate_drafter(folder / "run" / "drafter", folder / "data", SETTINGS)
     config = DrafterConfig(
         block_size=4,
         mask_token_id=49,
@@ -62,17 +60,17 @@ def test_training_shows(folder: Path) -> None:
         layer_types=("full_attention",),
     )
     save_drafter(folder / "new", config, initial_parameters(config, seed=0))
-    new = evaluate_drafter(folder / "new", folder / "data", SETTINGS, decode=False)
+    new = evaluate_drafter(folder / "new", folder / "data", SETTINGS)
     assert trained["loss"] < 0.75 * new["loss"]
     assert trained["accept_len"] > new["accept_len"]
 
 
 def test_it_is_the_same_each_time_and_neither_rows_nor_buckets_matter(folder: Path) -> None:
     drafter, data = folder / "run" / "drafter", folder / "held-out"
-    once, again = (evaluate_drafter(drafter, data, SETTINGS, decode=False) for _ in range(2))
+    once, again = (evaluate_drafter(drafter, data, SETTINGS) for _ in range(2))
     assert once == again
     other = load_settings(None, [*CHANGES[:1], "buckets.num_anchors=32", "buckets.lengths=256"])
-    third = evaluate_drafter(drafter, data, other, decode=False)
+    third = evaluate_drafter(drafter, data, other)
     for name in ("loss", "accuracy", "accept_len"):
         assert third[name] == pytest.approx(once[name], rel=1e-5)
 
@@ -80,24 +78,23 @@ def test_it_is_the_same_each_time_and_neither_rows_nor_buckets_matter(folder: Pa
 def test_what_was_not_evaluated_is_told(folder: Path, tmp_path: Path) -> None:
     data = training_dataset(tmp_path / "data", (40, 300, 60, 90), nonfinite=(2,))
     settings = load_settings(None, [*CHANGES, "data.on_nonfinite=skip", "run.eval_batches=0"])
-    figures = evaluate_drafter(folder / "run" / "drafter", data, settings, decode=False)
+    figures = evaluate_drafter(folder / "run" / "drafter", data, settings)
     assert (figures["samples"], figures["skipped_samples"], figures["too_long_samples"]) == (2, [2], 1)
     few = load_settings(None, [*CHANGES, "run.eval_batches=4"])
-    assert evaluate_drafter(folder / "run" / "drafter", folder / "data", few, decode=False)["samples"] == 4
+    assert evaluate_drafter(folder / "run" / "drafter", folder / "data", few)["samples"] == 4
     pieces = load_settings(None, [*CHANGES, "data.on_nonfinite=skip", "data.too_long=split"])
-    assert evaluate_drafter(folder / "run" / "drafter", data, pieces, decode=False)["samples"] == 3
+    assert evaluate_drafter(folder / "run" / "drafter", data, pieces)["samples"] == 3
 
 
 def test_soft_labels_are_measured_where_the_data_has_them(folder: Path, tmp_path: Path) -> None:
     data = training_dataset(tmp_path / "data", LENGTHS[:3], last_hidden_norm="pre")
     soft = load_settings(None, [*CHANGES, "objective.kl_weight=0.15"])
     plain, with_kl = (
-        evaluate_drafter(folder / "run" / "drafter", data, settings, decode=False)["loss"]
-        for settings in (SETTINGS, soft)
+        evaluate_drafter(folder / "run" / "drafter", data, settings)["loss"] for settings in (SETTINGS, soft)
     )
     assert with_kl > plain
     with pytest.raises(ValueError, match=r"objective.kl_weight: soft labels need last_hidden, which .* does not have"):
-        evaluate_drafter(folder / "run" / "drafter", folder / "data", soft, decode=False)
+        evaluate_drafter(folder / "run" / "drafter", folder / "data", soft)
 
 
 @pytest.mark.parametrize(
@@ -115,44 +112,43 @@ def test_a_drafter_of_other_data_is_refused(
         del sample["last_hidden"]
         out.add(**sample)
     with pytest.raises(ValueError, match=f"drafter {message}; evaluate on the hidden states of its own target"):
-        evaluate_drafter(folder / "run" / "drafter", tmp_path / "data", SETTINGS, decode=False)
+        evaluate_drafter(folder / "run" / "drafter", tmp_path / "data", SETTINGS)
 
 
-def test_decoding_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "PROMPTS", 1)
-    monkeypatch.setattr(demo, "PROMPT_TOKENS", 64)
-    monkeypatch.setattr(demo, "NEW_TOKENS", 6)
-    target = load_target(demo.EMBEDDED_TARGET)
-    sizes = target.config
-    taps = (1, 2)
-    files = corpus_files("heldout")[:20]
-    extract_corpus(target, files, tmp_path / "data", target_layer_ids=taps, max_length=96, max_tokens=400)
-    config = DrafterConfig(
-        block_size=4,
-        mask_token_id=MASK_TOKEN_ID,
-        target_layer_ids=taps,
-        num_target_layers=sizes.num_hidden_layers,
-        hidden_size=sizes.hidden_size,
-        intermediate_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=sizes.vocab_size,
-        layer_types=("full_attention",),
-    )
-    save_drafter(tmp_path / "drafter", config, initial_parameters(config, seed=0))
-    settings = load_settings(None, ["run.device=cpu", "buckets.num_anchors=32", "buckets.max_rows=1"])
-    figures = evaluate_drafter(tmp_path / "drafter", tmp_path / "data", settings, decode=True)
-    assert figures["decoding"].keys() == {
-        "tokens_per_verification",
-        "verifications",
-        "differing_tokens",
-        "near_ties",
-    }
-    assert figures["decoding"]["differing_tokens"] == 0
-    assert figures["decoding"]["tokens_per_verification"] >= 1
+def test_the_histogram_is_that_of_the_accepted_length(folder: Path) -> None:
+    figures = evaluate_drafter(folder / "run" / "drafter", folder / "data", SETTINGS)
+    histogram = figures["acceptance_histogram"]
+    assert len(histogram) == 4 and histogram[0] > 0 and sum(histogram[1:]) > 0
+    mean = sum(n * count for n, count in enumerate(histogram)) / sum(histogram)
+    assert mean == pytest.approx(figures["accept_len"], rel=1e-9)
 
 
-def test_decoding_needs_the_embedded_target(folder: Path) -> None:
-    with pytest.raises(ValueError, match="drafter: expected a target of hidden size, vocabulary and layers"):
-        evaluate_drafter(folder / "run" / "drafter", folder / "held-out", SETTINGS, decode=True)
+def test_a_runs_folder_means_its_best_drafter_and_its_settings(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out, picture = str(folder / "held-out"), tmp_path / "out.png"
+    assert main(["eval", str(folder / "run"), held_out, "--plot", str(picture), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["drafter"] == str(folder / "run" / "best")
+    settings = load_settings(str(folder / "run" / "settings.toml"), [])
+    best = evaluate_drafter(folder / "run" / "best", folder / "held-out", settings)
+    for name in ("loss", "accept_len", "acceptance_histogram"):
+        assert figures[name] == best[name]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    few = ["--set", "run.eval_batches=1", "--set", "buckets.max_rows=1"]
+    assert main(["eval", str(folder / "run"), held_out, *few, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["samples"] == 1
+    assert main(["eval", str(tmp_path), held_out]) == 1
+    assert "expected a run's folder, a checkpoint or a drafter" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"plot: expected the name of a .png file in a folder that exists, found .*out.pdf"
+    ):
+        evaluate_drafter(folder / "run", folder / "data", SETTINGS, plot=tmp_path / "out.pdf")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=r"plot: expected the package matplotlib, found none; pip install"):
+        evaluate_drafter(folder / "run", folder / "data", SETTINGS, plot=tmp_path / "out.png")

@@ -58,7 +58,7 @@ def test_training_on_specforges_files_with_deepspecs_held_out(target: Path, tmp_
     )
     drafter = tmp_path / "run" / "drafter"
     by_format = [
-        evaluate_drafter(drafter, FIXTURES / name, known, decode=False)
+        evaluate_drafter(drafter, FIXTURES / name, known)
         for name in ("specforge", "speculators", "deepspec")
     ]
     assert by_format[0]["samples"] == 10
