@@ -160,6 +160,11 @@ class DatasetWriter:
                 )
         _save(self.path / TARGET_FILE, {name: tensor.detach().cpu() for name, tensor in tensors.items()})
 
+    def end_shard(self) -> None:
+        """Write what was added since the last shard as one of its own, whatever its size."""
+        if self._pending:
+            self._flush()
+
     def close(self) -> DatasetInfo:
         """Write the last shard and then the manifest. Raises ValueError when no sample was added."""
         if not self._num_samples:

@@ -249,7 +249,7 @@ def evaluate(
 
 @cli.group()
 def data() -> None:
-    """Look at datasets of hidden states."""
+    """Make and look at datasets of hidden states."""
 
 
 @data.command("inspect")
@@ -261,6 +261,105 @@ def data_inspect(path: Path, verify: bool, as_json: bool) -> None:
     from engine.inspection import inspect_dataset
 
     echo_json(inspect_dataset(path, verify=verify), as_json)
+
+
+@data.command("extract")
+@click.option(
+    "--target", required=True, metavar="DIR_OR_HUB_ID", help="The causal language model, as transformers loads it."
+)
+@click.option(
+    "--data",
+    "file",
+    required=True,
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="JSONL file of conversations.",
+)
+@click.option("--out", required=True, metavar="FOLDER", type=click.Path(path_type=Path), help="Where the dataset goes.")
+@click.option("--layers", metavar="1,9,17", default="", help="Layers to tap, from 0; left out, --num-taps of them.")
+@click.option(
+    "--num-taps", type=click.IntRange(min=1), default=5, show_default=True, help="Layers by the published spacing."
+)
+@click.option(
+    "--last-hidden",
+    type=click.Choice(["pre", "post", "none"]),
+    default="pre",
+    show_default=True,
+    help="Store what goes into the final norm, what comes out of it, or neither; soft labels need one.",
+)
+@click.option(
+    "--mask-token-id",
+    type=click.IntRange(min=0),
+    help="Left out, the tokenizer's mask token, or the first row of the embedding that the tokenizer does not use.",
+)
+@click.option(
+    "--max-length", type=click.IntRange(min=0), default=4096, show_default=True, help="Tokens of a sample; 0: any."
+)
+@click.option(
+    "--too-long",
+    type=click.Choice(["cut", "skip"]),
+    default="cut",
+    show_default=True,
+    help="Longer ones are cut at the end or left out; both are counted.",
+)
+@click.option("--max-samples", type=click.IntRange(min=0), default=0, show_default=True, help="Stop there; 0: all.")
+@click.option(
+    "--assistant-only/--all-tokens",
+    default=True,
+    show_default=True,
+    help="Supervise what the assistant says, or every token.",
+)
+@click.option(
+    "--tokenizer",
+    default="",
+    metavar="DIR_OR_HUB_ID",
+    help="Another than the target's; \"bytes\": the embedded target's.",
+)
+@click.option(
+    "--chat-template",
+    metavar="FILE",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Jinja file to use instead of the tokenizer's.",
+)
+@click.option(
+    "--token-budget",
+    type=click.IntRange(min=1),
+    default=16384,
+    show_default=True,
+    help="Tokens of a forward pass, padding included; a longer sample runs alone.",
+)
+@click.option(
+    "--shard-tokens",
+    type=click.IntRange(min=1),
+    default=32768,
+    show_default=True,
+    help="Tokens of a shard: what memory holds.",
+)
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="Where to run."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bf16", "fp32"]),
+    default="auto",
+    show_default=True,
+    help="What the target computes in; auto: bf16 on CUDA. Stored is bf16.",
+)
+@json_option
+def data_extract(file: Path, layers: str, as_json: bool, **options: Any) -> None:
+    """Write the hidden states of a Hugging Face model over conversations as a dataset.
+
+    A line of the file is {"conversations": [{"role", "content"}, ...]} (or messages; or ShareGPT's from and value),
+    {"text"} in the chat template's form, or {"input_ids", "loss_mask"}. After an interruption the same command goes on.
+    """
+    try:
+        ids = tuple(int(layer) for layer in layers.split(",") if layer.strip())
+    except ValueError:
+        raise click.UsageError(f"--layers: expected numbers with commas between, found {layers!r}.") from None
+    from engine.extract_options import ExtractOptions
+    from engine.hf_extract import extract_dataset
+
+    echo_json(extract_dataset(ExtractOptions(data=file, layers=ids, **options)), as_json)
 
 
 def run(group: click.Group, args: Sequence[str] | None = None) -> int:

@@ -1,0 +1,291 @@
+"""`data extract`: hidden states of a Hugging Face target over conversations, as our dataset.
+
+Records are read in windows of a shard's tokens. A window's samples run in batches of like length and are written as one
+shard, in order of length; then it is recorded how far the file was used. So memory is bounded by a few windows, and after
+a kill the same command keeps all whole shards and makes the same files as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor
+
+from buffers.dataset_writer import DatasetWriter
+from buffers.manifest import MANIFEST
+from engine.assemble import resolve_device, resolve_precision
+from engine.chat_tokens import Tokens
+from engine.extract_options import ExtractOptions, choose_layers, choose_mask_token, load_tokenizer, source_of
+from engine.extract_reader import Progress, Reader, Window
+from engine.extract_tally import Tally, TargetLoss, left_out_lines, warnings_about
+from engine.hf_target import HfTarget, load_hf_target, require_transformers
+from engine.length_batches import batches_of_like_length
+from engine.reports import make_console
+
+REPORT, PROGRESS = "extraction.json", "unfinished-extraction.jsonl"
+# Supervised tokens whose loss the target itself is asked for.
+LOSS_TOKENS = 4096
+PROGRESS_S = 5.0
+
+
+@dataclass(frozen=True)
+class States:
+    """A sample's tokens with its hidden states [T, L*D] and last hidden [T, D] in bf16 on the CPU."""
+
+    tokens: Tokens
+    hidden: Tensor
+    last: Tensor | None
+
+
+def extract_dataset(options: ExtractOptions) -> dict[str, Any]:
+    """Write the dataset, or what an interrupted run left of it, to `options.out`; returns and prints the figures.
+
+    Raises ValueError for options, targets, tokenizers and data that cannot be used, naming what to do.
+    """
+    if not options.data.is_file():
+        raise ValueError(
+            f"expected conversations in {options.data}, found no such file. Give a JSONL file with --data."
+        )
+    if (options.out / MANIFEST).is_file():
+        raise ValueError(
+            f"expected {options.out} to hold no dataset, found {MANIFEST}. Choose another folder or remove it."
+        )
+    require_transformers()
+    console = make_console(stderr=True)
+    device = resolve_device(options.device)
+    precision = resolve_precision(options.dtype, device)
+    tokenizer = load_tokenizer(options)
+    target = load_hf_target(options.target, device, torch.bfloat16 if precision == "bf16" else torch.float32)
+    layers = choose_layers(options, len(target.layers))
+    mask_token_id, mask_from = choose_mask_token(options.mask_token_id, tokenizer, target.vocab_size)
+    writer = DatasetWriter(
+        options.out,
+        target_name=options.target,
+        target_config=target.config,
+        hidden_size=target.hidden_size,
+        target_layer_ids=layers,
+        vocab_size=target.vocab_size,
+        mask_token_id=mask_token_id,
+        last_hidden_norm=None if options.last_hidden == "none" else options.last_hidden,
+        shard_tokens=options.shard_tokens,
+        resume=True,
+        source=source_of(options, precision),
+    )
+    kept = writer.num_samples
+    progress = Progress(options.out / PROGRESS, kept)
+    _say(
+        console,
+        f"target: {options.target}, {precision} on {device}; after layers {list(layers)} of {len(target.layers)}",
+    )
+    _say(console, f"mask token: {mask_token_id}, {mask_from}")
+    if kept:
+        _say(console, f"{kept:,} samples are there already; going on behind them")
+    writer.write_target(*target.stored_tensors())
+
+    tally = Tally(**progress.state.get("tally", {}))
+    reader = Reader(options, tokenizer, tally, vocab_size=target.vocab_size, mask_token_id=mask_token_id)
+    work = Work(target, layers, options, writer, progress, console)
+    try:
+        work.run(reader)
+    except KeyboardInterrupt:
+        _say(console, f"whole shards in {options.out} are kept; the same command goes on behind them")
+        raise
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"{str(error).splitlines()[0]} Lower --token-budget or --max-length.") from error
+    if work.not_finite:
+        tally.left_out["hidden states that are not finite"] = {"count": work.not_finite, "examples": []}
+    if not writer.num_samples:
+        reasons = "; ".join(left_out_lines(tally.left_out)) or "the file is empty"
+        raise ValueError(f"expected a sample in {options.data}, found none in {tally.records} records: {reasons}.")
+    info = writer.close()
+    tokens = sum(shard.num_tokens for shard in info.shards)
+    figures = {
+        "out": str(options.out),
+        "target": options.target,
+        "target_layer_ids": list(layers),
+        "last_hidden_norm": info.last_hidden_norm,
+        "mask_token_id": mask_token_id,
+        "mask_token_from": mask_from,
+        "records": tally.records,
+        "samples": info.num_samples,
+        "tokens": tokens,
+        "supervised_share": tally.supervised / max(1, tally.tokens),
+        "loss_mask_from": tally.how,
+        "cut_samples": tally.cut_samples,
+        "cut_tokens": tally.cut_tokens,
+        "left_out": {reason: entry["count"] for reason, entry in tally.left_out.items()},
+        "left_out_examples": {reason: entry["examples"] for reason, entry in tally.left_out.items()},
+        "target_loss_nats": work.loss.mean,
+        "warnings": warnings_about(
+            tally,
+            work.loss,
+            vocab_size=target.vocab_size,
+            mask_token_id=mask_token_id,
+            tokenizer_size=tokenizer.size,
+            unmarked=tokenizer.unmarked,
+        ),
+        "shards": len(info.shards),
+        "bytes": sum(shard.num_bytes for shard in info.shards),
+        "samples_kept_from_before": kept,
+        "tokens_per_s": work.tokens / work.seconds if work.seconds else 0.0,
+        "seconds": work.seconds,
+        "padding": 1 - work.tokens / work.slots if work.slots else 0.0,
+        "device": str(device),
+        "precision": precision,
+    }
+    (options.out / REPORT).write_text(json.dumps(figures, indent=1) + "\n")
+    progress.remove()
+    _show(console, figures, tally)
+    return figures
+
+
+class Work:
+    """The windows of a file through the target and onto the disk: one is read, one runs, one is written at a time.
+
+    `tokens` real ones in `slots` padded ones ran in `seconds`; `not_finite` samples were left out.
+    """
+
+    def __init__(
+        self,
+        target: HfTarget,
+        layers: Sequence[int],
+        options: ExtractOptions,
+        writer: DatasetWriter,
+        progress: Progress,
+        console: Console,
+    ) -> None:
+        self._target, self._layers, self._options = target, layers, options
+        self._writer, self._progress, self._console = writer, progress, console
+        self.loss = TargetLoss(**progress.state.get("loss", {}))
+        self.not_finite: int = progress.state.get("not_finite", 0)
+        self.tokens = self.slots = 0
+        self.seconds = 0.0
+
+    def run(self, reader: Reader) -> None:
+        """All windows from where the progress stands."""
+        began = shown = time.perf_counter()
+        size = self._options.data.stat().st_size
+        windows = reader.windows(self._progress.state.get("offset", 0))
+        with ThreadPoolExecutor(1) as reading, ThreadPoolExecutor(1) as writing:
+            coming = reading.submit(next, windows, None)
+            written: Future[None] | None = None
+            while (window := coming.result()) is not None:
+                coming = reading.submit(next, windows, None)
+                states, slots = run_window(self._target, window.samples, self._layers, self._options, self.loss)
+                self.slots += slots
+                self.tokens += sum(len(sample.input_ids) for sample in window.samples)
+                # With more than one window waiting to be written, memory would grow with the file.
+                if written is not None:
+                    written.result()
+                written = writing.submit(self._write, *self._finite(states, window))
+                now = time.perf_counter()
+                if now - shown > PROGRESS_S:
+                    shown = now
+                    _say(
+                        self._console,
+                        f"{window.offset / size:6.1%}  {window.tally['samples']:,} samples, {window.tally['tokens']:,} tokens, "
+                        f"{self.tokens / (now - began):,.0f} tokens/s",
+                    )
+            if written is not None:
+                written.result()
+        self.seconds = time.perf_counter() - began
+
+    def _finite(self, states: Sequence[States | None], window: Window) -> tuple[list[States], dict[str, Any]]:
+        """The samples to write, and the state to go on from when they are written."""
+        finite = [sample for sample in states if sample is not None]
+        self.not_finite += len(states) - len(finite)
+        return finite, {
+            "offset": window.offset,
+            "tally": window.tally,
+            "loss": asdict(self.loss),
+            "not_finite": self.not_finite,
+        }
+
+    def _write(self, states: Sequence[States], state: dict[str, Any]) -> None:
+        # How far the file is used is on disk before the shard is: one line too many is dropped, one too few is not.
+        self._progress.note({"samples": self._writer.num_samples + len(states), **state})
+        for sample in states:
+            self._writer.add(sample.tokens.input_ids, sample.tokens.loss_mask, sample.hidden, sample.last)
+        self._writer.end_shard()
+
+
+@torch.inference_mode()
+def run_window(
+    target: HfTarget, samples: Sequence[Tokens], layers: Sequence[int], options: ExtractOptions, loss: TargetLoss
+) -> tuple[list[States | None], int]:
+    """The samples with their states, by length, None for one whose states are not finite; and the padded tokens run.
+
+    `loss` takes up the target's own loss on the supervised tokens until it has LOSS_TOKENS.
+    """
+    results: list[States | None] = []
+    device = target.embed.device
+    slots = 0
+    for rows, width in batches_of_like_length([len(s.input_ids) for s in samples], options.token_budget):
+        batch = [samples[row] for row in rows]
+        lengths = torch.tensor([len(s.input_ids) for s in batch])
+        real_BS = torch.arange(width)[None] < lengths[:, None]
+        ids_BS = torch.zeros((len(batch), width), dtype=torch.int64)
+        ids_BS[real_BS] = torch.from_numpy(np.concatenate([s.input_ids for s in batch])).long()
+        attention = None if bool(real_BS.all()) else real_BS.to(device, torch.int64)
+        *taps, last = target.residuals(ids_BS.to(device), attention, [*layers, len(target.layers) - 1])
+        # Real tokens only, row after row.
+        places = real_BS.flatten().nonzero().flatten().to(device)
+        packed = torch.cat([tap.to(device).flatten(0, 1)[places].bfloat16() for tap in taps], dim=-1)
+        pre = last.to(device).flatten(0, 1)[places]
+        ends = lengths.cumsum(0).tolist()
+        finite = packed.isfinite().all(-1) & pre.isfinite().all(-1)
+        stored = None
+        if options.last_hidden != "none":
+            stored = (pre if options.last_hidden == "pre" else target.norm(pre)).bfloat16().cpu()
+        hidden, good = packed.cpu(), finite.cpu()
+        for sample, start, stop in zip(batch, [0, *ends], ends, strict=False):
+            part = slice(start, stop)
+            if not bool(good[part].all()):
+                results.append(None)
+                continue
+            if loss.tokens < LOSS_TOKENS:
+                _add_loss(target, sample, pre[part], loss)
+            results.append(States(sample, hidden[part], None if stored is None else stored[part]))
+        slots += len(batch) * width
+    return results, slots
+
+
+def _add_loss(target: HfTarget, sample: Tokens, pre: Tensor, loss: TargetLoss) -> None:
+    places = np.flatnonzero(sample.loss_mask[1:])[: LOSS_TOKENS - loss.tokens]
+    where = torch.from_numpy(places).to(pre.device)
+    labels = torch.from_numpy(sample.input_ids[1:][places]).to(pre.device).long()
+    logits = F.linear(target.norm(pre[where]), target.head).float()
+    loss.nats += float(F.cross_entropy(logits, labels, reduction="sum"))
+    loss.tokens += len(places)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def _show(console: Console, figures: dict[str, Any], tally: Tally) -> None:
+    _say(
+        console,
+        f"{figures['samples']:,} samples of {figures['records']:,} records, {figures['tokens']:,} tokens, "
+        f"{figures['supervised_share']:.1%} supervised; {figures['tokens_per_s']:,.0f} tokens/s, "
+        f"{figures['padding']:.1%} padding",
+    )
+    if figures["cut_samples"]:
+        _say(
+            console,
+            f"{figures['cut_samples']:,} samples were cut to the longest length, {figures['cut_tokens']:,} tokens",
+        )
+    for line in left_out_lines(tally.left_out):
+        _say(console, line)
+    for line in figures["warnings"]:
+        _say(console, f"warning: {line}")
+    _say(console, f"dataset: {figures['out']}, {figures['shards']} shards, {figures['bytes'] / 2**30:.2f} GiB")
