@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.cli import cli
+from engine.drafter_config import default_target_layer_ids
 from engine.settings import SECTIONS, load_settings
 from engine.settings_fields import field_types
 
@@ -31,23 +32,13 @@ def test_every_setting_that_is_named_exists(page: str) -> None:
     assert named - files <= SETTINGS
 
 
-def test_the_page_for_specforge_names_every_setting_of_model_buckets_objective_and_optimizer() -> None:
-    """What a reader looks for is there, and a new setting has to be thought of."""
-    text = our_column((DOCS / "from-specforge.md").read_text(encoding="utf-8"))
-    from_the_target = {
-        f"model.{name}" for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    }
-    ours_alone = {"buckets.max_buckets", "buckets.lengths", "optimizer.grad_dtype"}
-    wanted = {name for name in SETTINGS if name.split(".")[0] in ("model", "buckets", "objective", "optimizer")}
-    assert {name for name in wanted - from_the_target - ours_alone if name not in text} == set()
-
-
 def test_the_translated_recipe_is_a_settings_file(tmp_path: Path) -> None:
     text = (DOCS / "from-specforge.md").read_text(encoding="utf-8")
     (recipe,) = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)
     (tmp_path / "run.toml").write_text(recipe)
     settings = load_settings(tmp_path / "run.toml")
     assert (settings.model.num_hidden_layers, settings.buckets.max_length, settings.optimizer.beta2) == (5, 3072, 0.999)
+    assert settings.data.target_layer_ids == default_target_layer_ids(36, 5)
 
 
 @pytest.mark.parametrize("page", ["from-specforge.md", "serving.md"])
