@@ -83,6 +83,38 @@ def buckets(
     echo_json(figures, as_json)
 
 
+@bench.command()
+@click.option(
+    "--specforge",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Your checkout of sgl-project/SpecForge; its training model is imported from there.",
+)
+@workload_option
+@measure_options(20)
+def peers(
+    specforge: Path,
+    workloads: Sequence[str],
+    config: str | None,
+    overrides: Sequence[str],
+    repeats: int,
+    as_json: bool,
+    out: Path | None,
+    plot: Path | None,
+) -> None:
+    """A row's forward and backward through SpecForge's own training model and through ours, in turns.
+
+    Both get the same weights, inputs and anchors; no speed is shown unless loss and gradients agree. Without --workload
+    W1, W2 and W3, on the CPU the tiny one. docs/benchmarks.md says what of SpecForge is used and how.
+    """
+    settings = load_settings(config, overrides)
+    from bench.peers import run as run_peers
+
+    figures = run_peers(specforge, settings, workloads=workloads, repeats=repeats, out=out, plot=plot)
+    echo_json(figures, as_json)
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Runs a command line (None: the process's own) and returns its exit code."""
     return run(cli, args)
