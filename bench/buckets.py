@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from bench.mixture import Mixture, mixture_for, mixture_subjects, plan_lengths
 from bench.plots import check_plot, plot_bars
-from bench.subjects import Subject, dataset_subjects, useful_tokens
+from bench.subjects import Subject, dataset_subjects
 from bench.timed_step import measure_step
 from bench.timing import matmul_tflops, provenance, write_result
 from bench.workloads import Workload, chosen_workloads
@@ -99,7 +99,7 @@ def _epoch(
     """(a record a bucket, the epoch replayed and eager): the epoch's time is that of all its batches, one after the other."""
     rows = [measure_step(subject, repeats) for subject in subjects]
     counts = [sum(batch.bucket == subject.bucket for batch in batches) for subject in subjects]
-    useful = sum(map(useful_tokens, batches))
+    useful = sum(batch.useful_tokens for batch in batches)
     positions = sum(batch.bucket.B * batch.bucket.S for batch in batches)
     epochs = {}
     for way in ("replay", "eager"):

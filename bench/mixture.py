@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.subjects import Subject, compute_dtype, refuse_soft_labels, useful_tokens
+from bench.subjects import Subject, compute_dtype, refuse_soft_labels
 from bench.workloads import RandomInputs, Workload
 from buffers.batching import Batch, BatchPlan
 from buffers.planner import Plan, plan_buckets
@@ -94,8 +94,8 @@ def mixture_subjects(
                     bucket,
                     reports[f"train {bucket.name}"],
                     inputs(bucket),
-                    partial(inputs.fill, bucket, length=[row.stop - row.start for row in first[bucket].rows]),
-                    useful_tokens(first[bucket]),
+                    partial(inputs.fill, bucket, length=[d.stop - d.start for d in first[bucket].documents]),
+                    first[bucket].useful_tokens,
                 )
                 for bucket in buckets
             ],

@@ -21,6 +21,7 @@ from engine.assemble import (
     engine_options,
     frozen_target,
     initial_weights,
+    make_batch_plan,
     make_plan,
     pipeline_options,
     resolve_precision,
@@ -88,7 +89,7 @@ class DatasetSubjects:
             self.reports[f"train {bucket.name}"],
             self.inputs.inputs(bucket),
             partial(self.inputs.load, batch),
-            useful_tokens(batch),
+            batch.useful_tokens,
         )
 
 
@@ -101,7 +102,7 @@ def dataset_subjects(
     precision = resolve_precision(settings.run.precision, device)
     config = drafter_config(settings, dataset.info)
     buckets = make_plan(settings, dataset, config, device).buckets
-    plan = BatchPlan(dataset.lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed)
+    plan = make_batch_plan(settings, dataset, buckets)
     with InputPipeline(dataset, buckets, **pipeline_options(settings, dataset, device, precision)) as inputs:
         engine = Engine(
             config,
@@ -144,11 +145,6 @@ def trained_from_disk(
             yield DatasetSubjects(engine, inputs, reports, tuple(plan.epoch(0)))
         finally:
             engine.close()
-
-
-def useful_tokens(batch: Batch) -> int:
-    """Context tokens that are no padding."""
-    return sum(row.stop - row.start for row in batch.rows)
 
 
 def compute_dtype(precision: str) -> torch.dtype:

@@ -1,12 +1,13 @@
 """From samples to batches, and from a batch's samples to the bytes of its bucket's input buffers.
 
-Every sample goes once per epoch into the smallest bucket that holds it; one that is longer than the largest bucket is
-skipped, truncated or split, and listed. `fill_row` and `clear_row` write every byte of a row, padding included, so
-nothing that a buffer held before can reach the step.
+Every sample goes once per epoch into the smallest bucket that holds it, alone in its row or packed with others
+(packing.py); one that is too long is skipped, truncated or split, and listed. `fill_row` and `clear_row` write every
+byte of a row, padding included, so nothing that a buffer held before can reach the step.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from buffers.anchors import ORDER_STREAM, eligible_positions, random_order, sample_anchors
 from buffers.arena import BufferSpec
 from buffers.dataset import Sample
+from buffers.packing import first_fit, reserved_blocks
 from buffers.planner import check_ascending
 from buffers.shapes import Bucket
 
@@ -24,65 +26,91 @@ TooLong = Literal["skip", "truncate", "split"]
 
 
 class NonFiniteSample(ValueError):
-    """A sample's hidden states hold NaN or infinity. `sample_id` names it."""
+    """A sample's hidden states hold NaN or infinity. `sample_id` names it, `place` is where it would lie among the
+    documents of its row."""
 
-    def __init__(self, sample_id: int, tensor: str) -> None:
+    def __init__(self, sample_id: int, tensor: str, place: int = 0) -> None:
         super().__init__(
             f"expected finite {tensor}, found NaN or infinity in sample {sample_id}. "
             "Extract it again, or set on_nonfinite to skip to train without it."
         )
-        self.sample_id = sample_id
+        self.sample_id, self.place = sample_id, place
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Tokens [start, stop) of one sample; `piece` counts the pieces of a split sample and is 0 otherwise."""
+class Document:
+    """Tokens [start, stop) of one sample; `piece` counts the pieces of a split sample and is 0 otherwise.
+
+    `max_blocks` bounds its draft blocks where it shares a row; 0 leaves it all that the bucket has.
+    """
 
     sample_id: int
     start: int
     stop: int
     piece: int = 0
+    max_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """At most bucket.B rows of one epoch; the bucket's remaining rows have weight zero."""
+    """At most bucket.B rows of one epoch, each of one document or, packed, of several; the bucket's remaining rows have
+    weight zero."""
 
     bucket: Bucket
-    rows: tuple[Row, ...]
+    rows: tuple[tuple[Document, ...], ...]
     epoch: int
 
     @property
+    def documents(self) -> tuple[Document, ...]:
+        """The documents of all rows, in the order in which they lie."""
+        return tuple(chain.from_iterable(self.rows))
+
+    @property
     def sample_ids(self) -> tuple[int, ...]:
-        """The samples that the rows come from."""
-        return tuple(row.sample_id for row in self.rows)
+        """The samples that the documents come from."""
+        return tuple(document.sample_id for document in self.documents)
+
+    @property
+    def useful_tokens(self) -> int:
+        """Context positions that hold a token."""
+        return sum(document.stop - document.start for document in self.documents)
 
     @property
     def keys(self) -> tuple[tuple[int, int], ...]:
-        """(sample id, piece) of every row: what to record as consumed where samples are split."""
-        return tuple((row.sample_id, row.piece) for row in self.rows)
+        """(sample id, piece) of every document: what to record as consumed where samples are split."""
+        return tuple((document.sample_id, document.piece) for document in self.documents)
 
 
 class BatchPlan:
-    """The batches of every epoch, a pure function of (lengths, buckets, too_long, seed) and what was consumed.
+    """The batches of every epoch, a pure function of the arguments and of what was consumed.
 
-    `lengths` int64[n] are the samples' tokens, `buckets` ascend in S. `too_long` lists (sample id, length) of the
-    samples longer than the largest bucket, which are left out ("skip"), cut at the bucket's S ("truncate") or cut into
-    pieces of S tokens, each a row of its own with positions from 0 ("split"). `row_counts` are the rows per bucket.
-    Raises ValueError when there is no bucket, when they do not ascend, or when no sample is left.
+    `lengths` int64[n] are the samples' tokens, `buckets` ascend in S. `blocks` int64[n], the draft blocks that each
+    sample wants, packs several documents into a row; None gives each a row of its own. A sample of more than `longest`
+    tokens (0: the largest bucket's S) is too long: left out ("skip"), cut off there ("truncate") or cut into pieces of
+    that many tokens, each a document of its own with positions from 0 ("split"). `too_long` lists (sample id, length) of
+    them, `document_counts` are the documents by home bucket, the smallest that holds them. Raises ValueError when there
+    is no bucket, when they do not ascend, or when no sample is left.
     """
 
     def __init__(
-        self, lengths: NDArray[np.int64], buckets: Sequence[Bucket], *, too_long: TooLong = "skip", seed: int
+        self,
+        lengths: NDArray[np.int64],
+        buckets: Sequence[Bucket],
+        *,
+        too_long: TooLong = "skip",
+        seed: int,
+        blocks: NDArray[np.int64] | None = None,
+        longest: int = 0,
     ) -> None:
         check_ascending(buckets)
         if too_long not in ("skip", "truncate", "split"):
             raise ValueError(f"expected too_long to be skip, truncate or split, found {too_long!r}. Choose one.")
         lengths = np.asarray(lengths, dtype=np.int64)
-        largest = buckets[-1].S
-        long_ids = np.flatnonzero(lengths > largest)
+        longest = min(longest or buckets[-1].S, buckets[-1].S)
+        long_ids = np.flatnonzero(lengths > longest)
         self.buckets = tuple(buckets)
         self.seed = seed
+        self.longest = longest
         self.num_samples = len(lengths)
         self.too_long: list[tuple[int, int]] = list(zip(long_ids.tolist(), lengths[long_ids].tolist(), strict=True))
 
@@ -90,56 +118,87 @@ class BatchPlan:
         if too_long == "skip":
             pieces[long_ids] = 0
         elif too_long == "split":
-            pieces[long_ids] = -(-lengths[long_ids] // largest)
+            pieces[long_ids] = -(-lengths[long_ids] // longest)
         if not pieces.sum():
             raise ValueError(
-                f"expected at least one sample of at most {largest} tokens, found {len(lengths)} samples, "
+                f"expected at least one sample of at most {longest} tokens, found {len(lengths)} samples, "
                 f"{len(long_ids)} of them longer. Plan a larger bucket, or set too_long to truncate or split."
             )
         self._sample_ids = np.repeat(np.arange(len(lengths)), pieces)
-        first_row = np.cumsum(pieces) - pieces
-        self._pieces = np.arange(len(self._sample_ids)) - first_row[self._sample_ids]
-        self._starts = self._pieces * largest
-        self._stops = np.minimum(lengths[self._sample_ids], self._starts + largest)
-        edges = np.array([bucket.S for bucket in buckets])
-        self._bucket_index = np.searchsorted(edges, self._stops - self._starts)
-        counts = np.bincount(self._bucket_index, minlength=len(buckets))
-        self.row_counts: tuple[int, ...] = tuple(counts.tolist())
+        first_piece = np.cumsum(pieces) - pieces
+        self._pieces = np.arange(len(self._sample_ids)) - first_piece[self._sample_ids]
+        self._starts = self._pieces * longest
+        self._stops = np.minimum(lengths[self._sample_ids], self._starts + longest)
+        self._lengths = self._stops - self._starts
+        self._homes = np.searchsorted(np.array([bucket.S for bucket in buckets]), self._lengths)
+        self._blocks = np.zeros_like(self._lengths)
+        self.packed = blocks is not None
+        if blocks is not None:
+            wanted = np.asarray(blocks, dtype=np.int64)[self._sample_ids]
+            self._blocks = reserved_blocks(self._lengths, wanted, self._homes, buckets)
+        counts = np.bincount(self._homes, minlength=len(buckets))
+        self.document_counts: tuple[int, ...] = tuple(counts.tolist())
+        # The loader asks for an epoch first, the training loop for the same one a little later.
+        self._latest: tuple[int, list[Batch]] | None = None
+
+    def batch_count(self, epoch: int) -> int:
+        """Batches of the whole epoch. Packed rows have to be packed for it."""
+        if self.packed:
+            return len(self.epoch(epoch))
+        return sum(-(-count // bucket.B) for count, bucket in zip(self.document_counts, self.buckets, strict=True))
 
     def epoch(
         self, epoch: int, consumed: Collection[int | tuple[int, int]] | NDArray[np.bool_] | None = None
     ) -> list[Batch]:
         """The batches of `epoch` that are left, in order.
 
-        The rows are walked in a random order given by (seed, epoch); each joins its bucket's queue, a full queue is a
-        batch, and at the end the partly filled queues follow in the order of the buckets. `consumed` is bool[n] by
-        sample, or holds sample ids (all pieces of the sample) and (sample id, piece) pairs (`Batch.keys`). Taking out
-        what the first batches consumed leaves exactly the batches after them.
+        The documents are walked in a random order given by (seed, epoch); each is a row of its bucket or is packed into
+        one. A row joins its bucket's queue when it is opened, a full queue is a batch, and at the end the partly filled
+        queues follow in the order of the buckets. `consumed` is bool[n] by sample, or holds sample ids (all pieces of the
+        sample) and (sample id, piece) pairs (`Batch.keys`). Taking out what the first batches consumed leaves exactly the
+        batches after them.
         """
+        latest = self._latest
+        if consumed is None and latest is not None and latest[0] == epoch:
+            return latest[1]
+        batches = self._batches(epoch, consumed)
+        if consumed is None:
+            self._latest = epoch, batches
+        return batches
+
+    def _batches(
+        self, epoch: int, consumed: Collection[int | tuple[int, int]] | NDArray[np.bool_] | None
+    ) -> list[Batch]:
         order = random_order(len(self._sample_ids), seed=self.seed, stream=ORDER_STREAM, counter=(epoch, 0, 0))
         if consumed is not None:
-            order = order[~self._consumed_rows(consumed)[order]]
+            order = order[~self._consumed_documents(consumed)[order]]
+        if self.packed:
+            row_of, bucket_of = first_fit(self._lengths[order], self._blocks[order], self._homes[order], self.buckets)
+        else:
+            row_of, bucket_of = np.arange(len(order)), self._homes[order]
         # A row leaves at the place in the walk where its batch gets its last row; leftovers leave after everything.
-        leaves_at = np.empty(len(order), dtype=np.int64)
+        leaves_at = np.empty(len(bucket_of), dtype=np.int64)
         for index, bucket in enumerate(self.buckets):
-            places = np.flatnonzero(self._bucket_index[order] == index)
+            places = np.flatnonzero(bucket_of == index)
             full = len(places) // bucket.B * bucket.B
             leaves_at[places[:full]] = np.repeat(places[bucket.B - 1 : full : bucket.B], bucket.B)
-            leaves_at[places[full:]] = len(order) + index
+            leaves_at[places[full:]] = len(bucket_of) + index
         by_batch = np.argsort(leaves_at, kind="stable")
-        order, leaves_at = order[by_batch], leaves_at[by_batch]
+        leaves_at, bucket_of = leaves_at[by_batch], bucket_of[by_batch]
+        new_place = np.empty_like(by_batch)
+        new_place[by_batch] = np.arange(len(by_batch))
+        row_of = new_place[row_of]
+        by_row = np.argsort(row_of, kind="stable")
+        order, row_of = order[by_row], row_of[by_row]
 
-        columns = (self._sample_ids[order], self._starts[order], self._stops[order], self._pieces[order])
-        rows = list(map(Row, *(column.tolist() for column in columns)))
-        first = np.flatnonzero(np.diff(leaves_at, prepend=-1))
-        buckets = self._bucket_index[order[first]].tolist()
-        ends = [*first.tolist(), len(rows)][1:]
-        return [
-            Batch(self.buckets[bucket], tuple(rows[start:end]), epoch)
-            for bucket, start, end in zip(buckets, first.tolist(), ends, strict=True)
-        ]
+        columns = (self._sample_ids, self._starts, self._stops, self._pieces, self._blocks)
+        documents = list(map(Document, *(column[order].tolist() for column in columns)))
+        rows = [tuple(documents[first:end]) for first, end in pairwise(_starts_of_runs(row_of))]
+        batches = list(pairwise(_starts_of_runs(leaves_at)))
+        index_of = bucket_of.tolist()
+        return [Batch(self.buckets[index_of[first]], tuple(rows[first:end]), epoch) for first, end in batches]
 
-    def _consumed_rows(self, consumed: Collection[int | tuple[int, int]] | NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def _consumed_documents(self, consumed: Collection[int | tuple[int, int]] | NDArray[np.bool_]) -> NDArray[np.bool_]:
         if isinstance(consumed, np.ndarray):
             if consumed.dtype != np.bool_ or consumed.shape != (self.num_samples,):
                 raise ValueError(
@@ -154,15 +213,20 @@ class BatchPlan:
                 pairs.add(item)
             else:
                 whole[item] = True
-        rows = whole[self._sample_ids]
+        documents = whole[self._sample_ids]
         if pairs:
             # Only split samples have pieces to tell apart, so this loop is as long as what was consumed at most.
-            first_row = np.searchsorted(self._sample_ids, np.arange(self.num_samples))
+            first_piece = np.searchsorted(self._sample_ids, np.arange(self.num_samples))
             for sample_id, piece in pairs:
-                row = first_row[sample_id] + piece
-                if row < len(rows) and self._sample_ids[row] == sample_id:
-                    rows[row] = True
-        return rows
+                place = first_piece[sample_id] + piece
+                if place < len(documents) and self._sample_ids[place] == sample_id:
+                    documents[place] = True
+        return documents
+
+
+def _starts_of_runs(values: NDArray[np.int64]) -> list[int]:
+    """Where each run of equal values starts, and at the end the number of values."""
+    return [*np.flatnonzero(np.diff(values, prepend=-1)).tolist(), len(values)]
 
 
 def batch_specs(
@@ -190,61 +254,94 @@ def batch_specs(
 
 
 def fill_row(
-    buffers: Mapping[str, Tensor], b: int, sample: Sample, *, bucket: Bucket, seed: int, epoch: int, piece: int = 0
+    buffers: Mapping[str, Tensor],
+    b: int,
+    samples: Sequence[Sample],
+    *,
+    bucket: Bucket,
+    seed: int,
+    epoch: int,
+    pieces: Sequence[int] = (),
+    max_blocks: Sequence[int] = (),
 ) -> None:
-    """Write `sample` and its anchors into row b of host buffers laid out by `batch_specs`, and zero the row's padding.
+    """Write documents and their anchors one after the other into row b of host buffers laid out by `batch_specs`, and zero
+    the row's padding. `pieces` and `max_blocks`: those of `Document`, for each sample; empty means 0 for all.
 
-    Raises NonFiniteSample, before anything is written, when hidden states hold NaN or infinity; ValueError when the
-    sample is longer than S or its tensors do not fit the buffers.
+    A document's positions start at 0 and its blocks are bounded by it; its anchors are those it would have alone in a row
+    of max_blocks. Raises NonFiniteSample, before anything is written, when hidden states hold NaN or infinity; ValueError
+    when the documents are more than the row holds or their tensors do not fit the buffers.
     """
-    length = len(sample.input_ids)
+    wanted = ["target_hidden", "input_ids", "loss_mask"] + ["last_hidden"] * ("last_hidden" in buffers)
+    length = sum(len(sample.input_ids) for sample in samples)
     if length > bucket.S:
+        named = ", ".join(str(sample.sample_id) for sample in samples)
         raise ValueError(
             f"expected at most {bucket.S} tokens for bucket {bucket.name}, found {length} in sample "
-            f"{sample.sample_id}. Skip, truncate or split it, or plan a larger bucket."
+            f"{named}. Skip, truncate or split it, or plan a larger bucket."
         )
-    sources = {"target_hidden": sample.hidden_states, "input_ids": sample.input_ids, "loss_mask": sample.loss_mask}
-    if "last_hidden" in buffers:
-        if sample.last_hidden is None:
+    sources = [_tensors_of(sample, place, wanted, buffers) for place, sample in enumerate(samples)]
+    start, used = 0, 0
+    anchor_positions, block_keep_mask = np.zeros((2, bucket.N), dtype=np.int32)
+    context_start, context_end = np.zeros((2, bucket.N), dtype=np.int32)
+    positions = buffers["position_ids"][b]
+    for index, sample in enumerate(samples):
+        stop = start + len(sample.input_ids)
+        for name, source in sources[index].items():
+            buffers[name][b, start:stop].copy_(source)
+        torch.arange(stop - start, dtype=positions.dtype, out=positions[start:stop])
+        anchors, keep = sample_anchors(
+            eligible_positions(sample.loss_mask.numpy()),
+            (max_blocks[index] if max_blocks else 0) or bucket.N,
+            seed=seed,
+            epoch=epoch,
+            sample_id=sample.sample_id,
+            piece=pieces[index] if pieces else 0,
+        )
+        anchors = anchors[keep > 0]
+        blocks = slice(used, used + len(anchors))
+        if blocks.stop > bucket.N:
             raise ValueError(
-                f"expected last_hidden in sample {sample.sample_id}, found none. "
-                "Extract the dataset with the last hidden state, or train without soft labels."
+                f"expected at most {bucket.N} blocks for bucket {bucket.name}, found {blocks.stop} up to sample "
+                f"{sample.sample_id}. Lower max_blocks, or put fewer documents into the row."
             )
-        sources["last_hidden"] = sample.last_hidden
+        # Documents lie in ascending order, so the row's anchors ascend too.
+        anchor_positions[blocks], block_keep_mask[blocks] = anchors + start, 1
+        context_start[blocks], context_end[blocks] = start, stop
+        start, used = stop, blocks.stop
+    for name in (*wanted, "position_ids"):
+        buffers[name][b, length:].zero_()
+    buffers["row_lengths"][b] = length
+    buffers["anchor_positions"][b].copy_(torch.from_numpy(anchor_positions))
+    buffers["block_keep_mask"][b].copy_(torch.from_numpy(block_keep_mask))
+    buffers["context_start"][b].copy_(torch.from_numpy(context_start))
+    buffers["context_end"][b].copy_(torch.from_numpy(context_end))
+
+
+def _tensors_of(sample: Sample, place: int, wanted: Sequence[str], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sample's tensors by buffer, shapes and numbers checked."""
+    if "last_hidden" in wanted and sample.last_hidden is None:
+        raise ValueError(
+            f"expected last_hidden in sample {sample.sample_id}, found none. "
+            "Extract the dataset with the last hidden state, or train without soft labels."
+        )
+    found = {
+        "target_hidden": sample.hidden_states,
+        "input_ids": sample.input_ids,
+        "loss_mask": sample.loss_mask,
+        "last_hidden": sample.last_hidden,
+    }
+    sources = {name: source for name in wanted if (source := found[name]) is not None}
     for name, source in sources.items():
         # copy_ broadcasts: a wrong shape would be spread over the row without a word.
-        expected = (length, *buffers[name].shape[2:])
+        expected = (len(sample.input_ids), *buffers[name].shape[2:])
         if source.shape != expected:
             raise ValueError(
                 f"expected {name} of shape {list(expected)} in sample {sample.sample_id}, found "
                 f"{list(source.shape)}. Build the buffers from this dataset's layer ids and hidden size."
             )
         if source.is_floating_point() and not all_finite(source):
-            raise NonFiniteSample(sample.sample_id, name)
-    for name, source in sources.items():
-        row = buffers[name][b]
-        row[:length].copy_(source)
-        row[length:].zero_()
-
-    positions = buffers["position_ids"][b]
-    torch.arange(length, dtype=positions.dtype, out=positions[:length])
-    positions[length:].zero_()
-    buffers["row_lengths"][b] = length
-
-    anchor_positions, block_keep_mask = sample_anchors(
-        eligible_positions(sample.loss_mask.numpy()),
-        bucket.N,
-        seed=seed,
-        epoch=epoch,
-        sample_id=sample.sample_id,
-        piece=piece,
-    )
-    keep = torch.from_numpy(block_keep_mask)
-    buffers["anchor_positions"][b].copy_(torch.from_numpy(anchor_positions))
-    buffers["block_keep_mask"][b].copy_(keep)
-    buffers["context_start"][b].zero_()
-    # In the buffer's int32: a uint8 product would wrap.
-    buffers["context_end"][b].copy_(keep).mul_(length)
+            raise NonFiniteSample(sample.sample_id, name, place)
+    return sources
 
 
 def clear_row(buffers: Mapping[str, Tensor], b: int) -> None:

@@ -21,8 +21,10 @@ class Plan:
     """Buckets in ascending S and what an epoch costs with them.
 
     `cost` is the sum over buckets of batches * cost(bucket), in the cost function's unit. `padding_fraction` is the
-    part of the context positions of an epoch that holds no token. `samples`, `batches` and `useful_tokens` are per
-    bucket (rows, where samples are split); `too_long_count` counts samples longer than the limit.
+    part of the context positions of an epoch that holds no token, `idle_fraction` the part of its draft blocks that has no
+    anchor. `samples`, `batches`, `useful_tokens` and `used_blocks` are per bucket (documents, where samples are split; an
+    upper bound of their blocks); `too_long_count` counts samples longer than the limit. Where documents are packed these
+    are the first epoch's.
     """
 
     buckets: tuple[Bucket, ...]
@@ -31,6 +33,7 @@ class Plan:
     samples: tuple[int, ...]
     batches: tuple[int, ...]
     useful_tokens: tuple[int, ...]
+    used_blocks: tuple[int, ...]
     too_long_count: int
 
     @property
@@ -38,6 +41,13 @@ class Plan:
         """Padding over all context positions of an epoch, 0 to 1."""
         return 1 - sum(self.useful_tokens) / sum(
             count * bucket.B * bucket.S for count, bucket in zip(self.batches, self.buckets, strict=True)
+        )
+
+    @property
+    def idle_fraction(self) -> float:
+        """Draft blocks without an anchor over all of an epoch, 0 to 1."""
+        return 1 - sum(self.used_blocks) / sum(
+            count * bucket.B * bucket.N for count, bucket in zip(self.batches, self.buckets, strict=True)
         )
 
 
@@ -83,7 +93,7 @@ def plan_buckets(
     if len(fixed):
         limit = int(fixed[-1])
     too_long_count = int((lengths > limit).sum())
-    rows, eligible = _rows(lengths, eligible_counts, limit, too_long)
+    rows, eligible = documents_of(lengths, eligible_counts, limit, too_long)
     if not len(rows):
         raise ValueError(
             f"expected at least one sample of at most {limit} tokens, found {len(lengths)} samples, "
@@ -115,6 +125,10 @@ def plan_buckets(
         samples=samples,
         batches=tuple(-(-n // bucket.B) for n, bucket in zip(samples, buckets, strict=True)),
         useful_tokens=tuple(int(tokens_by_edge[first : last + 1].sum()) for first, last in cuts),
+        used_blocks=tuple(
+            int(np.minimum(eligible[(place >= first) & (place <= last)], bucket.N).sum())
+            for (first, last), bucket in zip(cuts, buckets, strict=True)
+        ),
         too_long_count=too_long_count,
     )
 
@@ -143,6 +157,7 @@ class PlanRow(NamedTuple):
     samples: int
     batches: int
     padding_fraction: float
+    idle_fraction: float
     cost_share: float
 
 
@@ -157,19 +172,26 @@ def plan_table(plan: Plan) -> list[PlanRow]:
             bucket.tokens,
             samples,
             batches,
-            1 - useful / (batches * bucket.B * bucket.S),
+            1 - useful / (batches * bucket.B * bucket.S) if batches else 0.0,
+            1 - used / (batches * bucket.B * bucket.N) if batches else 0.0,
             bucket_cost / plan.cost if plan.cost else 0.0,
         )
-        for bucket, samples, batches, useful, bucket_cost in zip(
-            plan.buckets, plan.samples, plan.batches, plan.useful_tokens, plan.bucket_costs, strict=True
+        for bucket, samples, batches, useful, used, bucket_cost in zip(
+            plan.buckets,
+            plan.samples,
+            plan.batches,
+            plan.useful_tokens,
+            plan.used_blocks,
+            plan.bucket_costs,
+            strict=True,
         )
     ]
 
 
-def _rows(
+def documents_of(
     lengths: NDArray[np.int64], eligible: NDArray[np.int64], limit: int, too_long: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Lengths of the rows that an epoch will have, and an upper bound of each row's eligible positions."""
+    """Lengths of the documents that an epoch will have, and an upper bound of each one's eligible positions."""
     if too_long == "skip":
         fits = lengths <= limit
         return lengths[fits], eligible[fits]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from buffers.arena import Arena, BufferSpec, packed_size
-from buffers.batching import Batch, NonFiniteSample, batch_specs, clear_row, fill_row
+from buffers.batching import Batch, Document, NonFiniteSample, batch_specs, clear_row, fill_row
 from buffers.dataset import SampleSource
 from buffers.planner import check_ascending
 from buffers.shapes import Bucket
@@ -81,8 +81,9 @@ class InputPipeline:
 
     The buckets share one static arena, one staging arena and `slots` pinned slots, each as large as the largest
     bucket's inputs; a bucket's inputs are one run of bytes, so each move is one copy. `dtype` is that of the hidden
-    states in the buffers. `on_nonfinite`: a sample with NaN or infinity stops the pipeline ("refuse") or becomes a row
-    of weight zero and is listed in `skipped` ("skip"). `with_last_hidden` defaults to whether the dataset has it.
+    states in the buffers. `on_nonfinite`: a sample with NaN or infinity stops the pipeline ("refuse") or is left out of
+    its row, which without another has weight zero, and listed in `skipped` ("skip"). `with_last_hidden` defaults to
+    whether the dataset has it.
 
     `wait_ms` is the host time spent in `next` because the loader was behind (the device may have had work queued);
     time in which the loader itself waited for the device to free a slot does not count. Capture graphs before `start`:
@@ -266,17 +267,33 @@ class InputPipeline:
             )
         views = slot.views[bucket]
         for b, row in enumerate(batch.rows):
-            sample = self.dataset.sample(row.sample_id, row.start, row.stop)
-            try:
-                fill_row(views, b, sample, bucket=bucket, seed=self.seed, epoch=batch.epoch, piece=row.piece)
-            except NonFiniteSample:
-                if self.on_nonfinite == "refuse":
-                    raise
-                clear_row(views, b)
-                if row.sample_id not in self.skipped:
-                    self.skipped.append(row.sample_id)
+            self._fill_row(views, b, row, batch)
         for b in range(len(batch.rows), bucket.B):
             clear_row(views, b)
+
+    def _fill_row(self, views: dict[str, Tensor], b: int, row: tuple[Document, ...], batch: Batch) -> None:
+        """Row b without the documents that are not finite; they are few, so the row is simply begun again without each."""
+        while row:
+            samples = [self.dataset.sample(d.sample_id, d.start, d.stop) for d in row]
+            try:
+                fill_row(
+                    views,
+                    b,
+                    samples,
+                    bucket=batch.bucket,
+                    seed=self.seed,
+                    epoch=batch.epoch,
+                    pieces=[d.piece for d in row],
+                    max_blocks=[d.max_blocks for d in row],
+                )
+                return
+            except NonFiniteSample as error:
+                if self.on_nonfinite == "refuse":
+                    raise
+                if error.sample_id not in self.skipped:
+                    self.skipped.append(error.sample_id)
+                row = row[: error.place] + row[error.place + 1 :]
+        clear_row(views, b)
 
     def _take(self, run: _Run, *, block: bool) -> _Filled | _End | None:
         """The loader's next item, its copy to the staging arena enqueued. None when not blocking and none is there."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from buffers.batching import BatchPlan
 from buffers.dataset import SampleSource, load_target_tensors
 from buffers.manifest import TARGET_FILE, DatasetInfo
+from buffers.packing_planner import blocks_wanted, plan_packed
 from buffers.planner import Plan, plan_buckets
+from buffers.shapes import ATTENTION_TILE, Bucket, round_up
 from engine.drafter_config import DrafterConfig, load_drafter_config
 from engine.engine import FrozenTarget
 from engine.export import load_drafter
@@ -207,19 +211,38 @@ def make_plan(settings: Settings, dataset: SampleSource, config: DrafterConfig, 
             "samples; set loss_mask to 1 for what the target answered"
         )
     b = settings.buckets
-    return plan_buckets(
-        dataset.lengths,
-        dataset.eligible_counts,
-        num_anchors=b.num_anchors,
-        K=config.block_size,
-        max_buckets=b.max_buckets,
-        token_budget=b.token_budget,
-        cost=planning_cost(config, device.type),
-        max_length=b.max_length,
-        max_rows=b.max_rows,
-        too_long=settings.data.too_long,
-        edges=b.lengths,
-    )
+    options: dict[str, Any] = {
+        "num_anchors": b.num_anchors,
+        "K": config.block_size,
+        "max_buckets": b.max_buckets,
+        "token_budget": b.token_budget,
+        "cost": planning_cost(config, device.type, context_seen(settings, dataset, config)),
+        "max_length": b.max_length,
+        "max_rows": b.max_rows,
+        "too_long": settings.data.too_long,
+        "edges": b.lengths,
+    }
+    if b.packing:
+        return plan_packed(dataset.lengths, dataset.eligible_counts, seed=settings.run.seed, **options)
+    return plan_buckets(dataset.lengths, dataset.eligible_counts, **options)
+
+
+def make_batch_plan(settings: Settings, dataset: SampleSource, buckets: Sequence[Bucket]) -> BatchPlan:
+    """The batches of a dataset in these buckets, packed or not as the settings say. Raises ValueError as BatchPlan does."""
+    b = settings.buckets
+    packed: dict[str, Any] = {}
+    if b.packing:
+        packed["blocks"] = blocks_wanted(dataset.eligible_counts, b.num_anchors, buckets[0].K, buckets[0].tile)
+        packed["longest"] = round_up(b.max_length, buckets[0].tile)
+    return BatchPlan(dataset.lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed, **packed)
+
+
+def context_seen(settings: Settings, dataset: SampleSource, config: DrafterConfig) -> float:
+    """Context tokens that a block sees on average where documents share rows; 0, half of its row, where they do not."""
+    if not settings.buckets.packing:
+        return 0.0
+    blocks = blocks_wanted(dataset.eligible_counts, settings.buckets.num_anchors, config.block_size, ATTENTION_TILE)
+    return float((blocks * (dataset.lengths / 2)).sum() / blocks.sum())
 
 
 def _needed(target: dict[str, Any], key: str, default: int | None = None) -> int:

@@ -36,7 +36,7 @@ TRAINING_FILE, STATE_FILE, WEIGHTS_FILE, CONFIG_FILE = (
 
 @dataclass(frozen=True)
 class DataIdentity:
-    """What tells one dataset from another (digest: DatasetInfo.digest), and `longest`, the S of the largest bucket: split
+    """What tells one dataset from another (digest: DatasetInfo.digest), and `longest`, the plan's longest document: split
     samples have pieces of it."""
 
     num_samples: int

@@ -14,13 +14,13 @@ from engine.metrics import MetricSums
 def beginning(dataset: SampleSource, plan: BatchPlan) -> Position:
     """Where a new run starts."""
     tokens = int(dataset.lengths.sum())
-    return Position(0, 0, (), DataIdentity(len(dataset), tokens, dataset.digest, plan.buckets[-1].S))
+    return Position(0, 0, (), DataIdentity(len(dataset), tokens, dataset.digest, plan.longest))
 
 
 def carried_over(saved: Position, dataset: SampleSource, plan: BatchPlan, too_long: str) -> Position:
     """A checkpoint's position under today's plan.
 
-    Pieces of split samples are counted in the largest bucket's S. Under another one, a sample of which a piece was taken
+    Pieces of split samples are counted in the plan's longest document. Under another one, a sample of which a piece was taken
     counts as taken whole: no token is served twice in the epoch. Raises ValueError when the checkpoint saw other data.
     """
     ours = beginning(dataset, plan).data
@@ -57,8 +57,11 @@ def training_steps(
 def count_steps(plan: BatchPlan, *, start: Position, epochs: int, accumulation: int, max_steps: int = 0) -> int:
     """Optimizer steps that will have been done at the end, those before `start` included."""
     left = len(plan.epoch(start.epoch, set(start.consumed) or None)) if start.epoch < epochs else 0
-    whole = sum(-(-rows // bucket.B) for rows, bucket in zip(plan.row_counts, plan.buckets, strict=True))
-    steps = start.step + -(-left // accumulation) + max(0, epochs - start.epoch - 1) * -(-whole // accumulation)
+    steps = start.step + -(-left // accumulation)
+    for epoch in range(start.epoch + 1, epochs):
+        if max_steps and steps >= max_steps:
+            break
+        steps += -(-plan.batch_count(epoch) // accumulation)
     return max(start.step, min(steps, max_steps)) if max_steps else steps
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from buffers.batching import BatchPlan
 from buffers.staging import InputPipeline
 from engine.assemble import (
     engine_options,
     frozen_target,
+    make_batch_plan,
     make_plan,
     pipeline_options,
     resolve_device,
@@ -114,7 +114,7 @@ def _teacher_forced(
     precision = resolve_precision(settings.run.precision, device)
     target = frozen_target(settings, dataset)
     buckets = make_plan(settings, dataset, config, device).buckets
-    batch_plan = BatchPlan(dataset.lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed)
+    batch_plan = make_batch_plan(settings, dataset, buckets)
     batches = batch_plan.epoch(0)[: settings.run.eval_batches or None]
     with ExitStack() as parts:
         pipeline = InputPipeline(dataset, buckets, **pipeline_options(settings, dataset, device, precision))
@@ -140,7 +140,7 @@ def _teacher_forced(
     figures = {
         key: means[key] for key in ("loss", "accuracy", "accuracy_per_slot", "accept_len", "tokens_per_verification")
     }
-    evaluated = {row.sample_id for batch in batches for row in batch.rows} - set(inputs.skipped)
+    evaluated = {sample for batch in batches for sample in batch.sample_ids} - set(inputs.skipped)
     return figures | {
         "acceptance_histogram": histogram,
         "samples": len(evaluated),

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from buffers.batching import BatchPlan
 from buffers.dataset import SampleSource
 from buffers.shapes import Bucket
 from buffers.staging import InputPipeline
+from engine.assemble import make_batch_plan
 from engine.checkpoint import restore_folder, save_drafter
 from engine.data_source import open_data
 from engine.engine import Engine
@@ -53,7 +53,7 @@ class HeldOut:
     ) -> None:
         """pipeline: what InputPipeline takes by keyword. Raises ValueError when no sample fits the buckets."""
         try:
-            plan = BatchPlan(dataset.lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed)
+            plan = make_batch_plan(settings, dataset, buckets)
         except ValueError as error:
             raise ValueError(f"data.eval_path: {error}") from error
         self.inputs = InputPipeline(dataset, buckets, **pipeline)

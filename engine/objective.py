@@ -107,7 +107,7 @@ def block_loss(
     ce, kl, correct = (t.view(B, N, slots) for t in (rows.ce, rows.kl, rows.correct))
     if objective.weighting == "dpace":
         weight = w * dpace_weights(ce, w, objective.dpace_alpha)
-        total_weight = (w.flatten(1).amax(-1) > 0).sum()
+        total_weight = _supervised_documents(batch, w)
     else:
         k = torch.arange(slots, device=w.device)
         weight = w * torch.exp(-k / objective.gamma) if objective.weighting == "decay" else w
@@ -145,6 +145,16 @@ def _histogram(accepted_BN: Tensor, kept_BN: Tensor, size: int) -> Tensor:
     """fp64[size]: kept blocks by accepted drafts. Compared, not scattered: the same sum in every replay."""
     equal = accepted_BN[..., None] == torch.arange(size, device=accepted_BN.device)
     return (equal & kept_BN[..., None]).double().sum((0, 1))
+
+
+def _supervised_documents(batch: Mapping[str, Tensor], w: Tensor) -> Tensor:
+    """Documents with a slot that counts: SpecForge's rows, where each is a row, and the same number where they share rows.
+    w: [B, N, K - 1]."""
+    B, S = batch["input_ids"].shape
+    # Where a document starts names it; blocks that nothing supervises all name the place after the row.
+    start_BN = torch.where(w.amax(-1) > 0, batch["context_start"], S)
+    seen = w.new_zeros(B, S + 1).scatter_(1, start_BN.long(), 1.0)
+    return seen[:, :S].sum()
 
 
 def _teacher(batch: Mapping[str, Tensor], head: TargetHead, block_size: int, D: int) -> Teacher:

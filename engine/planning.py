@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from buffers.batching import BatchPlan
 from buffers.planner import plan_table
-from engine.assemble import drafter_config, make_plan, resolve_device
+from engine.assemble import context_seen, drafter_config, make_batch_plan, make_plan, resolve_device
 from engine.data_source import open_data
 from engine.reports import make_console, print_table
 from engine.settings import Settings
@@ -15,20 +14,33 @@ from engine.work import step_flop
 
 
 def show_plan(data: Path, settings: Settings) -> dict[str, Any]:
-    """Prints the plan for the dataset and returns it: a row a bucket, padding of an epoch, samples that are too long."""
+    """Prints the plan for the dataset and returns it: a row a bucket, of an epoch the padding, the blocks without an anchor
+    and the work, and the samples that are too long. Counts of packed rows are the first epoch's."""
     dataset = open_data(data, settings)
     config = drafter_config(settings, dataset.info)
     plan = make_plan(settings, dataset, config, resolve_device(settings.run.device))
-    batch_plan = BatchPlan(dataset.lengths, plan.buckets, too_long=settings.data.too_long, seed=settings.run.seed)
+    batch_plan = make_batch_plan(settings, dataset, plan.buckets)
+    seen = context_seen(settings, dataset, config)
     rows = [
-        row._asdict() | {"tflop": step_flop(config, bucket) / 1e12}
+        row._asdict() | {"tflop": step_flop(config, bucket, seen) / 1e12}
         for row, bucket in zip(plan_table(plan), plan.buckets, strict=True)
     ]
     console = make_console()
     print_table(
         console,
         f"{data}: {len(dataset)} samples, {int(dataset.lengths.sum()):,} tokens",
-        ("bucket", "rows B", "tokens S", "blocks N", "samples", "batches", "padding", "TFLOP/step", "share of work"),
+        (
+            "bucket",
+            "rows B",
+            "tokens S",
+            "blocks N",
+            "samples",
+            "batches",
+            "padding",
+            "idle blocks",
+            "TFLOP/step",
+            "share of work",
+        ),
         (
             (
                 r["bucket"],
@@ -38,14 +50,28 @@ def show_plan(data: Path, settings: Settings) -> dict[str, Any]:
                 str(r["samples"]),
                 str(r["batches"]),
                 f"{r['padding_fraction']:.1%}",
+                f"{r['idle_fraction']:.1%}",
                 f"{r['tflop']:.4g}",
                 f"{r['cost_share']:.1%}",
             )
             for r in rows
         ),
     )
+    pflop = sum(r["batches"] * r["tflop"] for r in rows) / 1e3
     console.print(
         f"padding of an epoch: {plan.padding_fraction:.1%}; too long ({settings.data.too_long}): {len(batch_plan.too_long)}",
         soft_wrap=True,
     )
-    return {"buckets": rows, "padding": plan.padding_fraction, "too_long": batch_plan.too_long}
+    packing = "documents packed" if settings.buckets.packing else "one sample a row"
+    console.print(
+        f"{packing}; idle blocks of an epoch: {plan.idle_fraction:.1%}; work of an epoch: {pflop:.4g} PFLOP",
+        soft_wrap=True,
+    )
+    return {
+        "buckets": rows,
+        "packing": settings.buckets.packing,
+        "padding": plan.padding_fraction,
+        "idle_blocks": plan.idle_fraction,
+        "epoch_pflop": pflop,
+        "too_long": batch_plan.too_long,
+    }

@@ -99,7 +99,7 @@ class BucketCount:
     def add(self, batch: Batch) -> None:
         """Counts one batch."""
         self.batches += 1
-        self.useful_tokens += sum(row.stop - row.start for row in batch.rows)
+        self.useful_tokens += batch.useful_tokens
         self.slot_tokens += batch.bucket.B * batch.bucket.S
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from buffers.batching import Batch, BatchPlan
+from buffers.batching import Batch
 from buffers.shapes import Bucket
 from buffers.staging import InputPipeline
 from engine.assemble import (
@@ -19,6 +19,7 @@ from engine.assemble import (
     engine_options,
     frozen_target,
     initial_weights,
+    make_batch_plan,
     make_plan,
     pipeline_options,
     resolve_device,
@@ -191,7 +192,7 @@ class TrainingRun:
         held_out = open_held_out(settings, data)
         target, weights = frozen_target(settings, data), initial_weights(settings, config)
         buckets = make_plan(settings, data, config, device).buckets
-        self.batch_plan = BatchPlan(data.lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed)
+        self.batch_plan = make_batch_plan(settings, data, buckets)
         self.inputs = parts.enter_context(InputPipeline(data, buckets, **pipeline))
         self.held_out = None
         if held_out is not None:

@@ -136,12 +136,18 @@ class BucketsSettings:
 
     max_buckets: int = setting(6, "most buckets that the planner may make; each costs one capture", low=1)
     token_budget: int = setting(32768, "most B * (S + N * K) of a bucket: context and draft tokens of a step", low=1)
-    max_length: int = setting(0, "longest sample to plan for; 0 means the longest of the dataset", low=0)
+    max_length: int = setting(
+        0, "longest sample to plan for; 0 means the longest of the dataset; packed rows may be longer", low=0
+    )
     max_rows: int = setting(64, "most rows B of a bucket", low=1)
     num_anchors: int = setting(
         512, "most draft blocks of a row; 512 as in SpecForge, TorchSpec, Model-Optimizer and NeMo Automodel", low=1
     )
     lengths: tuple[int, ...] = setting((), "bucket lengths S to use instead of planned ones, ascending", low=1)
+    packing: bool = setting(
+        False,
+        "several documents in a row, each with the blocks it would have alone (docs/packing.md); false: one sample a row",
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

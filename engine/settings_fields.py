@@ -73,7 +73,7 @@ def expected(kind: Any, limits: Limits) -> str:
     """What a setting takes, in words, as in "a whole number, at least 1"."""
     if words := choices(kind):
         return "one of " + ", ".join(words)
-    names = {int: "a whole number", float: "a number", str: "text"}
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     if typing.get_origin(kind) is tuple:
         inner = typing.get_args(kind)[0]
         name = "a list of " + {int: "whole numbers", str: "words"}[inner]
@@ -105,6 +105,8 @@ def _fits(value: Any, kind: Any, limits: Limits) -> bool:
         return isinstance(value, tuple) and all(_fits(item, inner, limits) for item in value)
     if kind is str:
         return isinstance(value, str) and _is_plain(value)
+    if kind is bool:
+        return isinstance(value, bool)
     # bool is an int in Python; in a settings file it is a mistake.
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
         return False
@@ -145,4 +147,6 @@ def from_text(text: str, kind: Any) -> Any:
             return kind(text)
         except ValueError:
             return text
+    if kind is bool:
+        return {"true": True, "false": False}.get(text, text)
     return text

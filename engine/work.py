@@ -13,12 +13,12 @@ from engine.params import ParamArena
 FIXED_FLOP = {"cuda": 1.2e11, "cpu": 2.5e8}
 
 
-def step_flop(config: DrafterConfig, bucket: Bucket) -> float:
+def step_flop(config: DrafterConfig, bucket: Bucket, seen: float = 0.0) -> float:
     """Floating-point operations of forward and backward over one batch, 2 a multiply-add.
 
     A trained matmul counts 6 a weight and token (forward, input gradient, weight gradient), fc 4 (its input needs no
-    gradient), the frozen head 4 over slots 1..K-1; attention 14 H E a visible key (4 forward, 10 backward), with half of the
-    context and the own block visible on average.
+    gradient), the frozen head 4 over slots 1..K-1; attention 14 H E a visible key (4 forward, 10 backward), with the own block
+    and `seen` context tokens visible on average: half the row unless given, less where documents share it.
     """
     D, HE, GE = (
         config.hidden_size,
@@ -29,7 +29,8 @@ def step_flop(config: DrafterConfig, bucket: Bucket) -> float:
     per_draft: float = layers * 6 * (D * (2 * HE + 2 * GE) + 3 * D * config.intermediate_size)
     per_draft += 4 * D * config.vocab_size * (bucket.K - 1) / bucket.K
     per_context = 4 * config.num_taps * D * D + layers * 6 * D * 2 * GE
-    keys = sum(min(bucket.S / 2, config.layer_window(i) or bucket.S) + bucket.K for i in range(layers))
+    seen = seen or bucket.S / 2
+    keys = sum(min(seen, config.layer_window(i) or bucket.S) + bucket.K for i in range(layers))
     return bucket.B * (bucket.Q * (per_draft + 14 * HE * keys) + bucket.S * per_context)
 
 
@@ -41,6 +42,6 @@ def update_bytes(params: ParamArena) -> int:
     return params.size * (3 * grad + own_weight + 3 * 2 * 4)
 
 
-def planning_cost(config: DrafterConfig, device_type: str) -> Callable[[Bucket], float]:
+def planning_cost(config: DrafterConfig, device_type: str, seen: float = 0.0) -> Callable[[Bucket], float]:
     """cost(bucket) for buffers.planner: step_flop plus the fixed part of a step."""
-    return lambda bucket: step_flop(config, bucket) + FIXED_FLOP.get(device_type, 0.0)
+    return lambda bucket: step_flop(config, bucket, seen) + FIXED_FLOP.get(device_type, 0.0)

@@ -14,7 +14,8 @@ NAMES = ("dq", "dk_context", "dv_context", "dk_draft", "dv_draft")
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and mask of one call. documents: rows are packed; unused: slots without an anchor at the end of a row."""
+    """Sizes and mask of one call. documents: rows are packed, `pieces` documents in each; unused: slots without an anchor at
+    the end of a row."""
 
     K: int
     N: int
@@ -26,6 +27,7 @@ class Case:
     window: int | None = None
     causal: bool = False
     documents: bool = False
+    pieces: int = 3
     unused: int = 0
     ordered: bool = True
 
@@ -37,7 +39,9 @@ def mask_of(case: Case, device: str = "cpu", seed: int = 0) -> DraftMask:
     anchors = order[:, : case.N].clamp(max=case.S - 2)
     anchors = anchors.sort(-1).values if case.ordered else anchors
     keep = torch.ones(case.B, case.N, dtype=torch.int32)
-    start = anchors // (case.S // 3) * (case.S // 3) if case.documents else torch.zeros_like(anchors)
+    start = (
+        anchors // (case.S // case.pieces) * (case.S // case.pieces) if case.documents else torch.zeros_like(anchors)
+    )
     if case.unused:
         keep[:, -case.unused :] = 0
     if case.B > 1:

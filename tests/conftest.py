@@ -1,7 +1,7 @@
 """What all tests share: a fixed seed, and the same number of threads everywhere."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -50,3 +50,21 @@ def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Batch, ...]]:
 
     monkeypatch.setattr(Progress, "took", note)
     return steps
+
+
+@pytest.fixture
+def after_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
+    """Has something happen right after one optimizer step, once."""
+
+    def arrange(step: int, act: Callable[[], None]) -> None:
+        took = Progress.took
+
+        def took_then_act(self: Progress, batches: tuple[Batch, ...]) -> None:
+            took(self, batches)
+            if self.step == step:
+                monkeypatch.setattr(Progress, "took", took)
+                act()
+
+        monkeypatch.setattr(Progress, "took", took_then_act)
+
+    return arrange

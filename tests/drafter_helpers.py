@@ -71,7 +71,7 @@ def make_batch(config: DrafterConfig, bucket: Bucket, samples: Sequence[Sample])
     )
     views = Arena("batch", packed_size(specs), "cpu", poison=True).views(specs)
     for b, sample in enumerate(samples):
-        fill_row(views, b, sample, bucket=bucket, seed=0, epoch=0)
+        fill_row(views, b, [sample], bucket=bucket, seed=0, epoch=0)
     for b in range(len(samples), bucket.B):
         clear_row(views, b)
     return views

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -124,15 +125,20 @@ def kill() -> None:
     raise Killed
 
 
+def interrupt() -> None:
+    """Ctrl-C."""
+    signal.raise_signal(signal.SIGINT)
+
+
 def tokens_of_epoch(steps: list[tuple[Batch, ...]], epoch: int) -> Counter[tuple[int, int]]:
     """How often each (sample, token) of an epoch was served."""
     return Counter(
-        (row.sample_id, token)
+        (document.sample_id, token)
         for step in steps
         for batch in step
         if batch.epoch == epoch
-        for row in batch.rows
-        for token in range(row.start, row.stop)
+        for document in batch.documents
+        for token in range(document.start, document.stop)
     )
 
 

@@ -37,7 +37,7 @@ def test_every_sample_goes_once_into_the_smallest_bucket_that_holds_it() -> None
         for batch in batches:
             assert batch.epoch == epoch
             assert 0 < len(batch.rows) <= batch.bucket.B
-            for row in batch.rows:
+            for row in batch.documents:
                 assert (row.start, row.stop, row.piece) == (0, LENGTHS[row.sample_id], 0)
                 assert smallest_bucket(row.stop) == batch.bucket
 
@@ -89,14 +89,14 @@ LONG = np.array([10, 57, 30, 150, 56, 112])
 def test_samples_that_are_too_long_are_skipped_and_listed() -> None:
     plan = BatchPlan(LONG, BUCKETS, too_long="skip", seed=0)
     assert plan.too_long == [(1, 57), (3, 150), (5, 112)]
-    assert plan.row_counts == (1, 1, 1)
+    assert plan.document_counts == (1, 1, 1)
     assert sorted(i for batch in plan.epoch(0) for i in batch.sample_ids) == [0, 2, 4]
 
 
 def test_samples_that_are_too_long_are_truncated_and_listed() -> None:
     plan = BatchPlan(LONG, BUCKETS, too_long="truncate", seed=0)
     assert plan.too_long == [(1, 57), (3, 150), (5, 112)]
-    rows = sorted((row.sample_id, row.start, row.stop) for batch in plan.epoch(0) for row in batch.rows)
+    rows = sorted((row.sample_id, row.start, row.stop) for batch in plan.epoch(0) for row in batch.documents)
     assert rows == [(0, 0, 10), (1, 0, 56), (2, 0, 30), (3, 0, 56), (4, 0, 56), (5, 0, 56)]
 
 
@@ -106,11 +106,11 @@ def test_samples_that_are_too_long_are_split_and_every_token_comes_once() -> Non
     batches = plan.epoch(0)
     seen = [np.zeros(length, dtype=int) for length in LONG]
     for batch in batches:
-        for row in batch.rows:
+        for row in batch.documents:
             seen[row.sample_id][row.start : row.stop] += 1
             assert smallest_bucket(row.stop - row.start) == batch.bucket
     assert all((count == 1).all() for count in seen)
-    pieces = Counter(row.sample_id for batch in batches for row in batch.rows)
+    pieces = Counter(i for batch in batches for i in batch.sample_ids)
     assert pieces == {0: 1, 1: 2, 2: 1, 3: 3, 4: 1, 5: 2}
 
 
@@ -170,7 +170,7 @@ def test_the_buffers_come_in_the_agreed_order_with_the_agreed_shapes() -> None:
 def test_a_filled_row_holds_the_sample_and_zero_bytes_behind_it(length: int, dtype: torch.dtype) -> None:
     bucket = BUCKETS[1]
     buffers, sample = buffers_for(bucket, dtype=dtype), sample_of(length, index=300)
-    fill_row(buffers, 1, sample, bucket=bucket, seed=6, epoch=2, piece=1)
+    fill_row(buffers, 1, [sample], bucket=bucket, seed=6, epoch=2, pieces=[1])
 
     assert sample.last_hidden is not None
     positions = torch.arange(length, dtype=torch.int32)
@@ -199,7 +199,7 @@ def test_a_filled_row_holds_the_sample_and_zero_bytes_behind_it(length: int, dty
 def test_context_ends_beyond_a_byte_are_whole() -> None:
     bucket = Bucket(1, 512, 4, 4, TILE)
     buffers = buffers_for(bucket)
-    fill_row(buffers, 0, sample_of(300), bucket=bucket, seed=0, epoch=0)
+    fill_row(buffers, 0, [sample_of(300)], bucket=bucket, seed=0, epoch=0)
     assert buffers["context_end"].tolist() == [[300] * 4]
 
 
@@ -210,7 +210,7 @@ def test_every_eligible_count_from_none_to_n_fits_one_bucket_without_a_new_shape
     for count in range(bucket.N + 1):
         sample = sample_of(32)
         sample.loss_mask.zero_()[: count + 1 if count else 0] = 1
-        fill_row(buffers, 0, sample, bucket=bucket, seed=0, epoch=0)
+        fill_row(buffers, 0, [sample], bucket=bucket, seed=0, epoch=0)
         assert buffers["anchor_positions"].tolist() == [[*range(count), *[0] * (bucket.N - count)]]
         assert buffers["block_keep_mask"].tolist() == [[1] * count + [0] * (bucket.N - count)]
     assert {name: (buffer.shape, buffer.data_ptr()) for name, buffer in buffers.items()} == shapes
@@ -228,8 +228,8 @@ def test_what_a_buffer_held_before_leaves_no_trace(last_hidden: bool) -> None:
                 buffer.zero_()
         if before == "longer":
             for b in range(bucket.B):
-                fill_row(buffers, b, sample_of(56, 40 + b), bucket=bucket, seed=0, epoch=0)
-        fill_row(buffers, 0, sample_of(9, 7), bucket=bucket, seed=0, epoch=0)
+                fill_row(buffers, b, [sample_of(56, 40 + b)], bucket=bucket, seed=0, epoch=0)
+        fill_row(buffers, 0, [sample_of(9, 7)], bucket=bucket, seed=0, epoch=0)
         clear_row(buffers, 1)
         return [raw(buffer) for buffer in buffers.values()]
 
@@ -251,7 +251,7 @@ def test_a_sample_that_is_not_finite_is_named_and_not_written(name: str, value: 
     buffers, sample = buffers_for(BUCKETS[1]), sample_of(20, index=17)
     getattr(sample, name)[19, 5] = value
     with pytest.raises(NonFiniteSample, match="found NaN or infinity in sample 17. Extract it again, or set") as raised:
-        fill_row(buffers, 0, sample, bucket=BUCKETS[1], seed=0, epoch=0)
+        fill_row(buffers, 0, [sample], bucket=BUCKETS[1], seed=0, epoch=0)
     assert raised.value.sample_id == 17
     assert all(set(raw(buffer)) == {0xFF} for buffer in buffers.values())
 
@@ -271,24 +271,24 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype
 def test_a_sample_longer_than_the_bucket_is_refused() -> None:
     message = "expected at most 32 tokens for bucket 3x32x8, found 33 in sample 5. Skip, truncate or split it"
     with pytest.raises(ValueError, match=message):
-        fill_row(buffers_for(BUCKETS[1]), 0, sample_of(33, 5), bucket=BUCKETS[1], seed=0, epoch=0)
+        fill_row(buffers_for(BUCKETS[1]), 0, [sample_of(33, 5)], bucket=BUCKETS[1], seed=0, epoch=0)
 
 
 def test_a_sample_of_another_width_is_refused_and_not_broadcast() -> None:
     sample = sample_of(4)
     narrow = Sample(3, sample.input_ids, sample.loss_mask, sample.hidden_states[:, :1], sample.last_hidden)
     with pytest.raises(ValueError, match=r"target_hidden of shape \[4, 24\] in sample 3, found \[4, 1\]"):
-        fill_row(buffers_for(BUCKETS[0]), 0, narrow, bucket=BUCKETS[0], seed=0, epoch=0)
+        fill_row(buffers_for(BUCKETS[0]), 0, [narrow], bucket=BUCKETS[0], seed=0, epoch=0)
     short_mask = Sample(3, sample.input_ids, sample.loss_mask[:1], sample.hidden_states, sample.last_hidden)
     with pytest.raises(ValueError, match=r"loss_mask of shape \[4\] in sample 3, found \[1\]"):
-        fill_row(buffers_for(BUCKETS[0]), 0, short_mask, bucket=BUCKETS[0], seed=0, epoch=0)
+        fill_row(buffers_for(BUCKETS[0]), 0, [short_mask], bucket=BUCKETS[0], seed=0, epoch=0)
 
 
 def test_a_missing_last_hidden_is_named() -> None:
     sample = sample_of(4)
     without = Sample(3, sample.input_ids, sample.loss_mask, sample.hidden_states, None)
     with pytest.raises(ValueError, match="expected last_hidden in sample 3, found none"):
-        fill_row(buffers_for(BUCKETS[0]), 0, without, bucket=BUCKETS[0], seed=0, epoch=0)
+        fill_row(buffers_for(BUCKETS[0]), 0, [without], bucket=BUCKETS[0], seed=0, epoch=0)
 
 
 def test_batches_of_a_split_dataset_fill_the_pieces(tmp_path: Path) -> None:
@@ -297,9 +297,9 @@ def test_batches_of_a_split_dataset_fill_the_pieces(tmp_path: Path) -> None:
     for batch in plan.epoch(0):
         assert isinstance(batch, Batch)
         buffers = buffers_for(batch.bucket)
-        for b, row in enumerate(batch.rows):
+        for b, row in enumerate(batch.documents):
             sample = dataset.sample(row.sample_id, row.start, row.stop)
-            fill_row(buffers, b, sample, bucket=batch.bucket, seed=0, epoch=0, piece=row.piece)
+            fill_row(buffers, b, [sample], bucket=batch.bucket, seed=0, epoch=0, pieces=[row.piece])
             whole = dataset.sample(row.sample_id).input_ids[row.start : row.stop]
             assert torch.equal(buffers["input_ids"][b, : row.stop - row.start], whole)
             assert buffers["position_ids"][b, : row.stop - row.start].tolist() == list(range(row.stop - row.start))

@@ -80,11 +80,11 @@ def test_what_the_plan_counts_is_what_the_batches_hold(too_long: str) -> None:
 
     batches = BatchPlan(lengths, found.buckets, too_long=too_long, seed=0)  # type: ignore[arg-type]
     assert len(batches.too_long) == found.too_long_count
-    assert batches.row_counts == found.samples
+    assert batches.document_counts == found.samples
     epoch = batches.epoch(0)
     assert tuple(sum(batch.bucket == bucket for batch in epoch) for bucket in found.buckets) == found.batches
     assert found.cost == pytest.approx(sum(work(batch.bucket) for batch in epoch))
-    useful = sum(row.stop - row.start for batch in epoch for row in batch.rows)
+    useful = sum(batch.useful_tokens for batch in epoch)
     positions = sum(batch.bucket.B * batch.bucket.S for batch in epoch)
     assert found.padding_fraction == pytest.approx(1 - useful / positions)
 

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from buffers.batching import Batch
 from buffers.dataset import Dataset
-from engine.data_feed import Progress
 from engine.run import TrainingRun
 from engine.settings_fields import SettingsError
 from tests.drafter_helpers import assert_same_bits
@@ -26,6 +24,7 @@ from tests.run_helpers import (
     checkpoint_tensors,
     every_token,
     files_under,
+    interrupt,
     kill,
     logged_steps,
     metrics,
@@ -42,28 +41,6 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     return training_dataset(tmp_path / "data")
-
-
-@pytest.fixture
-def after_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
-    """Has something happen right after one optimizer step, once."""
-
-    def arrange(step: int, act: Callable[[], None]) -> None:
-        took = Progress.took
-
-        def took_then_act(self: Progress, batches: tuple[Batch, ...]) -> None:
-            took(self, batches)
-            if self.step == step:
-                monkeypatch.setattr(Progress, "took", took)
-                act()
-
-        monkeypatch.setattr(Progress, "took", took_then_act)
-
-    return arrange
-
-
-def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("interrupted_after", [6, 7, 10, 16])

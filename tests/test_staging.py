@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from buffers.arena import Arena, arena_table, packed_size
-from buffers.batching import Batch, BatchPlan, NonFiniteSample, Row, batch_specs, clear_row, fill_row
+from buffers.batching import Batch, BatchPlan, Document, NonFiniteSample, batch_specs, clear_row, fill_row
 from buffers.dataset import Dataset
 from buffers.shapes import Bucket
 from buffers.staging import InputPipeline
@@ -35,9 +35,9 @@ def filled_directly(dataset: Dataset, batch: Batch, dtype: torch.dtype = torch.f
     views = Arena("expected", packed_size(specs), "cpu", poison=True).views(specs)
     for b in range(batch.bucket.B):
         clear_row(views, b)
-    for b, row in enumerate(batch.rows):
+    for b, row in enumerate(batch.documents):
         sample = dataset.sample(row.sample_id, row.start, row.stop)
-        fill_row(views, b, sample, bucket=batch.bucket, seed=SEED, epoch=batch.epoch, piece=row.piece)
+        fill_row(views, b, [sample], bucket=batch.bucket, seed=SEED, epoch=batch.epoch, pieces=[row.piece])
     return views
 
 
@@ -76,8 +76,8 @@ def test_every_batch_arrives_in_order_at_the_same_addresses(
 def test_no_byte_of_poison_or_of_a_longer_batch_reaches_the_inputs(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path, [56, 56, 3], last_hidden=True)
     with pipeline_for(dataset) as pipeline:
-        pipeline.load(Batch(BUCKETS[2], (Row(0, 0, 56), Row(1, 0, 56)), 0))
-        short = Batch(BUCKETS[2], (Row(2, 0, 3),), 0)
+        pipeline.load(Batch(BUCKETS[2], ((Document(0, 0, 56),), (Document(1, 0, 56),)), 0))
+        short = Batch(BUCKETS[2], ((Document(2, 0, 3),),), 0)
         pipeline.load(short)
         inputs = pipeline.inputs(BUCKETS[2])
         assert_holds(inputs, filled_directly(dataset, short))
@@ -133,7 +133,7 @@ def test_the_loader_runs_ahead_by_no_more_than_its_slots(tmp_path: Path) -> None
 
 def test_a_sample_that_is_not_finite_is_refused_after_the_batches_before_it(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path, [10, 12, 9, 14], nonfinite=[2])
-    batches = [Batch(BUCKETS[0], (Row(i, 0, int(dataset.lengths[i])),), 0) for i in range(4)]
+    batches = [Batch(BUCKETS[0], ((Document(i, 0, int(dataset.lengths[i])),),), 0) for i in range(4)]
     with pipeline_for(dataset) as pipeline:
         pipeline.start(batches)
         assert [pipeline.next(), pipeline.next()] == batches[:2]
@@ -148,7 +148,7 @@ def test_a_sample_that_is_not_finite_is_refused_after_the_batches_before_it(tmp_
 
 def test_a_sample_that_is_not_finite_is_skipped_and_listed_by_setting(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path, [10, 12, 9], nonfinite=[1])
-    batch = Batch(BUCKETS[0], tuple(Row(i, 0, int(dataset.lengths[i])) for i in range(3)), 0)
+    batch = Batch(BUCKETS[0], tuple((Document(i, 0, int(dataset.lengths[i])),) for i in range(3)), 0)
     with pipeline_for(dataset, on_nonfinite="skip") as pipeline:
         for _ in range(2):
             pipeline.start([batch])
@@ -162,7 +162,7 @@ def test_a_sample_that_is_not_finite_is_skipped_and_listed_by_setting(tmp_path: 
 
 def test_what_goes_wrong_in_the_loader_is_raised_in_next(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path, [10])
-    stranger, good = Bucket(1, 8, 2, 4, 8), Batch(BUCKETS[0], (Row(0, 0, 10),), 0)
+    stranger, good = Bucket(1, 8, 2, 4, 8), Batch(BUCKETS[0], ((Document(0, 0, 10),),), 0)
 
     def broken() -> Iterator[Batch]:
         yield good
@@ -171,9 +171,13 @@ def test_what_goes_wrong_in_the_loader_is_raised_in_next(tmp_path: Path) -> None
     with pipeline_for(dataset) as pipeline:
         for batches, error, message in (
             ([Batch(stranger, (), 0)], ValueError, "expected one of the buckets 5x16x4, 3x32x8, 2x56x12, found 1x8x2"),
-            ([Batch(BUCKETS[2], (Row(0, 0, 10),) * 3, 0)], ValueError, "at most 2 rows for bucket 2x56x12, found 3"),
-            ([Batch(BUCKETS[2], (Row(4, 0, 10),), 0)], IndexError, r"expected a sample in 0\.\.0, found 4"),
-            ([Batch(BUCKETS[2], (Row(0, 0, 11),), 0)], ValueError, "stop <= 10 in sample 0"),
+            (
+                [Batch(BUCKETS[2], ((Document(0, 0, 10),),) * 3, 0)],
+                ValueError,
+                "at most 2 rows for bucket 2x56x12, found 3",
+            ),
+            ([Batch(BUCKETS[2], ((Document(4, 0, 10),),), 0)], IndexError, r"expected a sample in 0\.\.0, found 4"),
+            ([Batch(BUCKETS[2], ((Document(0, 0, 11),),), 0)], ValueError, "stop <= 10 in sample 0"),
             ([good, Batch(stranger, (), 0)], ValueError, "found 1x8x2"),
             (broken(), OSError, "the disk is gone"),
         ):
@@ -198,7 +202,7 @@ def test_close_ends_the_thread_in_the_middle_of_an_epoch(tmp_path: Path) -> None
 
 def test_last_hidden_is_left_out_on_request_and_missed_when_asked_for(tmp_path: Path) -> None:
     with pipeline_for(write_dataset(tmp_path / "with", [10], last_hidden=True), with_last_hidden=False) as pipeline:
-        pipeline.load(Batch(BUCKETS[0], (Row(0, 0, 10),), 0))
+        pipeline.load(Batch(BUCKETS[0], ((Document(0, 0, 10),),), 0))
         assert "last_hidden" not in pipeline.inputs(BUCKETS[0])
     with pytest.raises(ValueError, match="expected last_hidden in the dataset .*, found none"):
         pipeline_for(write_dataset(tmp_path / "without", [10]), with_last_hidden=True)

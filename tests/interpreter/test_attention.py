@@ -22,6 +22,13 @@ CASES = [
     ),
     pytest.param(Case(K=32, N=3, H=4, G=1, S=130, causal=True, documents=True), 3, id="block-larger-than-tile"),
     pytest.param(Case(K=10, N=3, H=10, G=2, S=96), 1, id="group-of-five-larger-than-tile"),
+    # Documents of whole tiles of keys: some of them are seen by every block of a tile, though not from position 0 on.
+    pytest.param(Case(K=4, N=48, H=2, G=1, S=480, documents=True, unused=5), 2, id="documents-of-whole-tiles"),
+    # Every tile of blocks spans several documents, and some blocks start theirs: they see no context.
+    pytest.param(
+        Case(K=4, N=60, H=1, G=1, S=200, documents=True, pieces=20, window=7), 3, id="documents-within-a-tile"
+    ),
+    pytest.param(Case(K=4, N=60, H=1, G=1, S=200, documents=True, pieces=20, causal=True), 1, id="many-documents"),
     pytest.param(
         Case(K=16, N=8, H=2, G=1, S=160, window=100, documents=True, ordered=False), 2, id="any-order-of-anchors"
     ),
