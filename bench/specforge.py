@@ -177,7 +177,8 @@ def _digest() -> str:
     files = sorted(
         (name, str(module.__file__))
         for name, module in sys.modules.items()
-        if name.startswith("specforge.") and getattr(module, "__file__", None)
+        # Not packages: a copy of the needed files alone is the same SpecForge.
+        if name.startswith("specforge.") and getattr(module, "__file__", None) and not hasattr(module, "__path__")
     )
     digest = hashlib.sha256()
     for name, file in files:
