@@ -115,6 +115,34 @@ def peers(
     echo_json(figures, as_json)
 
 
+@bench.command()
+@workload_option
+@click.option("--only", metavar="WORDS", default="", help="Measure the operations whose name has these words.")
+@click.option("--compiled/--no-compiled", default=True, show_default=True, help="Time torch.compile's rivals too.")
+@measure_options(20)
+def ops(
+    workloads: Sequence[str],
+    only: str,
+    compiled: bool,
+    config: str | None,
+    overrides: Sequence[str],
+    repeats: int,
+    as_json: bool,
+    out: Path | None,
+    plot: Path | None,
+) -> None:
+    """Each operation of the step and the update against its definition and torch's own.
+
+    Milliseconds of forward and backward, TFLOP/s or GB/s, and the error of each, on the shapes of the named workloads;
+    without one of W1, W2 and W3, on the CPU of the tiny one.
+    """
+    settings = load_settings(config, overrides)
+    from bench.ops import run as run_ops
+
+    figures = run_ops(settings, workloads=workloads, only=only, repeats=repeats, compiled=compiled, out=out, plot=plot)
+    echo_json(figures, as_json)
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Runs a command line (None: the process's own) and returns its exit code."""
     return run(cli, args)

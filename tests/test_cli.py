@@ -22,6 +22,7 @@ WORK = {
     "eval": ("engine.evaluate", "evaluate_drafter", ["eval", "drafter", "data"]),
     "data inspect": ("engine.inspection", "inspect_dataset", ["data", "inspect", "data"]),
     "bench buckets": ("bench.buckets", "run", ["bench", "buckets", "--mixture"]),
+    "bench ops": ("bench.ops", "run", ["bench", "ops", "--workload", "W1"]),
     "bench step": ("bench.step", "run", ["bench", "step", "--workload", "W1"]),
 }
 
