@@ -14,7 +14,7 @@ from buffers.foreign_facts import Target
 from buffers.foreign_recognise import Found, two_formats
 from buffers.foreign_scan import Reader, scan
 from buffers.manifest import FORMAT_VERSION, DatasetInfo
-from buffers.raw_sample import Measured
+from buffers.raw_sample import Measured, RawSample, measure
 
 # A list of bad files in an error shows this many; `data inspect` shows all.
 _SHOWN = 5
@@ -97,12 +97,21 @@ class ForeignDataset:
             (),
         )
         self.notes = tuple(_notes(self.path, used, [names[index] for index in self._indices], len(self.bad_files)))
-        self._digests = [m.digest for m in used]
+        self._measured = used
 
     @property
     def digest(self) -> str:
         """sha256 over every sample's tokens, mask and first and last hidden states, in order."""
-        return hashlib.sha256("".join(self._digests).encode()).hexdigest()
+        return hashlib.sha256("".join(m.digest for m in self._measured).encode()).hexdigest()
+
+    def sample_digest(self, i: int) -> str:
+        """`Measured.digest` of sample i as `sample` gives it: in bf16, and without what is left unread."""
+        measured = self._measured[i]
+        if measured.dtype == "bfloat16" and bool(measured.last_width) == (self.info.last_hidden_norm is not None):
+            return measured.digest
+        sample = self.sample(i)
+        raw = RawSample(sample.input_ids, sample.loss_mask, sample.hidden_states, sample.last_hidden)
+        return measure(raw, self.format).digest
 
     def __len__(self) -> int:
         return len(self._indices)

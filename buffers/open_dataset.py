@@ -9,7 +9,7 @@ from buffers.foreign import ForeignDataset, ForeignFolder, scan_folder
 from buffers.foreign_facts import Facts, resolve_target
 from buffers.foreign_recognise import recognise
 
-__all__ = ["Facts", "complete", "open_dataset"]
+__all__ = ["Facts", "complete", "open_dataset", "open_folder"]
 
 NO_FACTS = Facts()
 
@@ -27,18 +27,22 @@ def open_dataset(
     Raises ValueError when it is none, is of two formats, is damaged, contradicts the facts or, in one line for all of them,
     when facts are missing.
     """
-    root = Path(path)
-    found = recognise(root)
-    if found is None:
-        dataset = Dataset(root)
+    folder = open_folder(path, progress)
+    if folder is None:
+        dataset = Dataset(path)
         _refuse_other_facts(dataset, facts)
         return dataset
-    folder = scan_folder(root, found, progress)
     if not (facts.target_layer_ids or folder.reader.target_layer_ids):
         facts = replace(facts, target_layer_ids=fallback.target_layer_ids)
     if facts.mask_token_id < 0:
         facts = replace(facts, mask_token_id=fallback.mask_token_id)
     return complete(folder, facts)
+
+
+def open_folder(path: str | Path, progress: Callable[[int, int], None] | None = None) -> ForeignFolder | None:
+    """Another trainer's folder, scanned; None for a dataset of ours. Raises ValueError as `open_dataset` does, but for facts."""
+    found = recognise(Path(path))
+    return None if found is None else scan_folder(Path(path), found, progress)
 
 
 def complete(folder: ForeignFolder, facts: Facts) -> ForeignDataset:

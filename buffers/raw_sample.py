@@ -29,8 +29,8 @@ class Measured:
     """What opening must know of a sample, without its hidden states.
 
     `reason` says why the sample cannot be used, "" when it can. `format` is the layout that the keys show, "" when
-    unknown. `last_width` is 0 without last_hidden. `digest` covers tokens, mask and the first and last row of hidden
-    states.
+    unknown. `last_width` is 0 without last_hidden; `dtype` is bfloat16 when all hidden states are.
+    `digest` covers tokens, mask and the first and last row of hidden states.
     """
 
     format: str = ""
@@ -78,6 +78,9 @@ def measure(sample: RawSample, format: str) -> Measured:
     for hidden in (sample.hidden_states, sample.last_hidden):
         if hidden is not None:
             digest.update(hidden[[0, -1]].contiguous().view(torch.uint8).numpy().tobytes())
+    others = [
+        h.dtype for h in (sample.hidden_states, sample.last_hidden) if h is not None and h.dtype != torch.bfloat16
+    ]
     return Measured(
         format=format,
         reason=reason,
@@ -88,7 +91,7 @@ def measure(sample: RawSample, format: str) -> Measured:
         highest_id=int(ids.max()),
         width=sample.hidden_states.shape[1],
         last_width=0 if sample.last_hidden is None else sample.last_hidden.shape[1],
-        dtype=str(sample.hidden_states.dtype).removeprefix("torch."),
+        dtype=str(others[0] if others else torch.bfloat16).removeprefix("torch."),
         digest=digest.hexdigest()[:32],
     )
 

@@ -4,11 +4,13 @@ What a command does is imported inside the command, so that `--help` never waits
 work print for people and return their figures as a plain dictionary; `--json` prints that as the last line of stdout.
 """
 
+import functools
 import itertools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,18 +251,79 @@ def evaluate(
 
 @cli.group()
 def data() -> None:
-    """Make and look at datasets of hidden states."""
+    """Make datasets of hidden states, look at them, and convert those of other trainers."""
+
+
+# The settings of [data] by short names: what another trainer's files do not say.
+FACTS = {
+    "target": ("FOLDER", "The target's checkpoint, as data.target."),
+    "target-layer-ids": ("ID,ID,...", "Layers of the hidden states, from 0, as data.target_layer_ids."),
+    "mask-token-id": ("ID", "As data.mask_token_id."),
+    "last-hidden-norm": ("auto|pre|post|none", "As data.last_hidden_norm."),
+}
+
+
+def facts_options(command: Callable[..., None]) -> Callable[..., None]:
+    """--target and its like, --config and --set; the command gets them as `settings`."""
+
+    @functools.wraps(command)
+    def with_settings(config: str | None, overrides: Sequence[str], **arguments: Any) -> None:
+        given = {name: arguments.pop(name.replace("-", "_")) for name in FACTS}
+        words = [f"data.{name.replace('-', '_')}={value}" for name, value in given.items() if value is not None]
+        command(settings=load_settings(config, [*overrides, *words]), **arguments)
+
+    wrapped: Callable[..., None] = config_option(set_option(with_settings))
+    for name, (metavar, text) in reversed(FACTS.items()):
+        wrapped = click.option(f"--{name}", metavar=metavar, help=text)(wrapped)
+    return wrapped
 
 
 @data.command("inspect")
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--verify", is_flag=True, help="Read every byte and compare it with the manifest's sha256.")
+@click.option(
+    "--verify", is_flag=True, help="Read every byte: sha256 against the manifest, hidden states for NaN and infinity."
+)
+@facts_options
 @json_option
-def data_inspect(path: Path, verify: bool, as_json: bool) -> None:
-    """Check the dataset in the folder PATH, and show its target, sizes and lengths."""
+def data_inspect(path: Path, verify: bool, as_json: bool, settings: Settings) -> None:
+    """Check the dataset in the folder PATH, and show its target, sizes and lengths, its bad files and what seems wrong.
+
+    PATH holds a dataset of ours, or hidden states of SpecForge, speculators, Model-Optimizer or DeepSpec. With the
+    target at hand (its checkpoint, or the dataset's own copy of its head), the recorded final norm and layer ids are
+    compared with what the numbers say. Exits with 1 when there are files that cannot be used.
+    """
     from engine.inspection import inspect_dataset
 
-    echo_json(inspect_dataset(path, verify=verify), as_json)
+    figures = inspect_dataset(path, settings, verify=verify)
+    echo_json(figures, as_json)
+    if figures.get("bad_files"):
+        click.get_current_context().exit(EXIT_FAILED)
+
+
+@data.command("convert")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@facts_options
+@click.option("--skip-bad", is_flag=True, help="Leave out files that cannot be used, as data.on_bad_file=skip.")
+@click.option(
+    "--shard-tokens",
+    type=click.IntRange(min=1),
+    default=32768,
+    show_default=True,
+    help="Tokens of a shard; about two shards are in memory at a time.",
+)
+@json_option
+def data_convert(source: Path, out: Path, settings: Settings, skip_bad: bool, shard_tokens: int, as_json: bool) -> None:
+    """Write the hidden states of another trainer in the folder SOURCE as a dataset of ours in the folder OUT.
+
+    It may be killed at any moment: the same command goes on after the last whole shard. At the end all of OUT is read
+    back and compared.
+    """
+    from engine.convert import convert_dataset
+
+    if skip_bad:
+        settings = replace(settings, data=replace(settings.data, on_bad_file="skip"))
+    echo_json(convert_dataset(source, out, settings, shard_tokens=shard_tokens), as_json)
 
 
 @data.command("extract")

@@ -21,6 +21,7 @@ WORK = {
     "export": ("engine.export", "export_drafter", ["export", "run", "out"]),
     "eval": ("engine.evaluate", "evaluate_drafter", ["eval", "drafter", "data"]),
     "data inspect": ("engine.inspection", "inspect_dataset", ["data", "inspect", "data"]),
+    "data convert": ("engine.convert", "convert_dataset", ["data", "convert", "data", "out"]),
     "bench buckets": ("bench.buckets", "run", ["bench", "buckets", "--mixture"]),
     "bench ops": ("bench.ops", "run", ["bench", "ops", "--workload", "W1"]),
     "bench step": ("bench.step", "run", ["bench", "step", "--workload", "W1"]),

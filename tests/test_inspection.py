@@ -7,21 +7,25 @@ import pytest
 
 from buffers.dataset import Dataset
 from engine.inspection import inspect_dataset
+from engine.settings import Settings
 from tests.run_helpers import LENGTHS, training_dataset
 
 
 def test_what_a_dataset_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = training_dataset(tmp_path / "data", LENGTHS, last_hidden_norm="pre")
-    figures = inspect_dataset(data, verify=True)
+    figures = inspect_dataset(data, Settings(), verify=True)
     json.dumps(figures)
     dataset = Dataset(data)
     sizes = [shard.stat().st_size for shard in data.glob("shard-*.safetensors")]
+    nats = figures.pop("last_hidden_nats")
+    assert nats["fits"] == "neither"  # random states and a random head
     assert figures == {
+        "format": "dflash-engine",
         "target": "tiny",
-        "samples": 10,
-        "tokens": sum(LENGTHS),
         "shards": len(sizes),
         "bytes": sum(sizes),
+        "samples": 10,
+        "tokens": sum(LENGTHS),
         "hidden_size": 8,
         "target_layer_ids": [1, 3, 4],
         "vocab_size": 50,
@@ -30,15 +34,28 @@ def test_what_a_dataset_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "length_min_median_p90_p99_max": [40, 90, 160, 170, 170],
         "anchor_positions": int(dataset.eligible_counts.sum()),
         "samples_without_anchor": 0,
+        "samples_under_two_supervised": 0,
+        "bad_files": {},
         "verified": True,
+        "samples_not_finite": 0,
+        "layer_ids": "cannot be told: no tap is of the last layer, or there is no last_hidden",
+        "warnings": [figures["warnings"][0]],
     }
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in told] == list(figures)
+    assert "last_hidden does not predict the next token" in figures["warnings"][0]
+    told = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(told) == sorted([*figures, "last_hidden_nats"])
 
 
 def test_samples_that_train_nothing_are_counted(tmp_path: Path) -> None:
     data = training_dataset(tmp_path / "data", (1, 1, 40))
-    assert inspect_dataset(data, verify=False)["samples_without_anchor"] == 2
+    figures = inspect_dataset(data, Settings(), verify=False)
+    assert figures["samples_without_anchor"] == figures["samples_under_two_supervised"] == 2
+    assert "2 of 3 samples have fewer than two supervised tokens: they train nothing" in figures["warnings"]
+
+
+def test_samples_that_are_not_finite_are_counted(tmp_path: Path) -> None:
+    data = training_dataset(tmp_path / "data", (40, 50, 60), nonfinite=(0, 2))
+    assert inspect_dataset(data, Settings(), verify=True)["samples_not_finite"] == 2
 
 
 def test_verify_reads_every_byte(tmp_path: Path) -> None:
@@ -47,6 +64,6 @@ def test_verify_reads_every_byte(tmp_path: Path) -> None:
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1  # a byte of the hidden states, of which opening reads nothing
     shard.write_bytes(content)
-    assert inspect_dataset(data, verify=False)["verified"] is False
+    assert inspect_dataset(data, Settings(), verify=False)["verified"] is False
     with pytest.raises(ValueError, match=r"expected the sha256 of dataset.json, found another for shard-00000"):
-        inspect_dataset(data, verify=True)
+        inspect_dataset(data, Settings(), verify=True)

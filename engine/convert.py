@@ -1,0 +1,149 @@
+"""`dflash-engine data convert`: another trainer's hidden states into a dataset of ours, shard by shard."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from buffers.dataset import Dataset, load_target_tensors
+from buffers.dataset_writer import SHARD_TOKENS, DatasetWriter
+from buffers.foreign import ForeignDataset
+from buffers.manifest import TARGET_FILE
+from buffers.raw_sample import RawSample, measure
+from engine.data_source import open_data
+from engine.reports import make_console
+from engine.settings import Settings
+
+_EVERY_S = 10.0
+
+
+def convert_dataset(source: Path, out: Path, settings: Settings, *, shard_tokens: int = SHARD_TOKENS) -> dict[str, Any]:
+    """Writes the dataset `out` from the foreign folder `source`, compares it with the source, and returns the figures.
+
+    Memory: one shard of `shard_tokens` tokens, twice while it is written. Killed at any moment, the same call goes on behind the
+    last whole shard. Raises ValueError for a source that cannot be opened, for an `out` that holds something else, and when what
+    was written is not what was read.
+    """
+    if out.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"expected a folder outside {source} for the dataset, found {out}. Choose another.")
+    began = time.monotonic()
+    dataset = open_data(source, settings)
+    if not isinstance(dataset, ForeignDataset):
+        raise ValueError(
+            f"{source}: expected another trainer's hidden states, found a dataset of ours. Use it as it is."
+        )
+    info = dataset.info
+    writer = DatasetWriter(
+        out,
+        target_name=info.target_name,
+        target_config=info.target_config,
+        hidden_size=info.hidden_size,
+        target_layer_ids=info.target_layer_ids,
+        vocab_size=info.vocab_size,
+        mask_token_id=info.mask_token_id,
+        last_hidden_norm=info.last_hidden_norm,
+        shard_tokens=shard_tokens,
+        resume=True,
+        source=f"{dataset.format} {dataset.digest}",
+    )
+    kept = writer.num_samples
+    console = make_console(stderr=True)
+    if kept:
+        console.print(f"going on after {kept} of {len(dataset)} samples that {out} has in whole shards")
+    has_target = _write_target(Path(settings.data.target), out, writer)
+    with _Progress(len(dataset), kept, "converting") as progress:
+        for i in range(kept, len(dataset)):
+            sample = dataset.sample(i)
+            writer.add(sample.input_ids, sample.loss_mask, sample.hidden_states, sample.last_hidden)
+            progress.advance()
+    writer.close()
+    console.print("reading it back")
+    written = Dataset(out)
+    _compare(dataset, written)
+    figures = {
+        "source": str(source),
+        "format": dataset.format,
+        "dataset": str(out),
+        "samples": len(written),
+        "tokens": int(written.lengths.sum()),
+        "shards": len(written.info.shards),
+        "bytes": sum(shard.num_bytes for shard in written.info.shards),
+        "samples_kept": kept,
+        "with_target": has_target,
+        "bad_files": dataset.bad_files,
+        "seconds": time.monotonic() - began,
+        "verified": True,
+    }
+    show = make_console()
+    for name, value in figures.items():
+        show.print(f"{name:32} {len(value) if isinstance(value, dict) else value}", markup=False, soft_wrap=True)
+    return figures
+
+
+def _write_target(folder: Path, out: Path, writer: DatasetWriter) -> bool:
+    """The target's embedding, head and norm beside the shards, so that the dataset stands alone; False when there are none."""
+    if (out / TARGET_FILE).is_file():
+        return True
+    if not any(folder.glob("*.safetensors")):
+        make_console(stderr=True).print(
+            f"{folder} has no *.safetensors: the dataset gets no {TARGET_FILE}, and training from it needs data.target",
+            markup=False,
+            soft_wrap=True,
+        )
+        return False
+    tensors = load_target_tensors(folder)
+    writer.write_target(tensors["embed_tokens.weight"], tensors["lm_head.weight"], tensors["norm.weight"])
+    return True
+
+
+def _compare(source: ForeignDataset, written: Dataset) -> None:
+    """Every byte against the manifest's sha256; every sample's tokens, mask and first and last hidden states against the
+    source's. Raises ValueError."""
+    written.verify()
+    if len(written) != len(source) or (written.lengths != source.lengths).any():
+        raise ValueError(
+            f"{written.path}: expected {len(source)} samples with {int(source.lengths.sum())} tokens, found {len(written)} with "
+            f"{int(written.lengths.sum())}. Remove it and convert again."
+        )
+    for i in range(len(written)):
+        sample = written.sample(i)
+        raw = RawSample(sample.input_ids, sample.loss_mask, sample.hidden_states, sample.last_hidden)
+        if measure(raw, "").digest != source.sample_digest(i):
+            raise ValueError(
+                f"{written.path}: expected sample {i} to be {source.name(i)}, found another. Remove it and convert again."
+            )
+
+
+class _Progress:
+    """A bar on a terminal's stderr; elsewhere a line now and then."""
+
+    def __init__(self, total: int, done: int, what: str) -> None:
+        self._console = make_console(stderr=True)
+        self._total, self._done, self._what = total, done, what
+        self._next_s = time.monotonic() + _EVERY_S
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(what, total=total, completed=done)
+
+    def advance(self) -> None:
+        self._done += 1
+        self._bar.advance(self._task)
+        if not self._console.is_terminal and time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _EVERY_S
+            self._console.print(f"{self._what}: {self._done} of {self._total} samples")
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self._bar.stop()
