@@ -11,7 +11,7 @@ from buffers.manifest import sha256
 from engine.bytes_vocab import MASK_TOKEN_ID, VOCAB_SIZE
 from engine.chat_tokens import ByteTokens, ChatTokens
 from engine.drafter_config import default_target_layer_ids
-from engine.hf_target import require_transformers
+from engine.hf_decoding import import_transformers
 
 BYTES = "bytes"
 
@@ -78,14 +78,14 @@ def load_tokenizer(options: ExtractOptions) -> Tokenizer:
         return Tokenizer(ByteTokens(), VOCAB_SIZE, MASK_TOKEN_ID)
     name = options.tokenizer or options.target
     try:
-        loaded = require_transformers().AutoTokenizer.from_pretrained(name)
+        loaded = import_transformers().AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     # transformers has no one type for "there is none": OSError, ValueError, KeyError, by what is missing.
     except Exception as error:
         why = f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         if options.tokenizer or options.chat_template:
             raise ValueError(f"--tokenizer: expected a tokenizer that can be loaded, found {why}") from error
         return Tokenizer(None, None, missing=why)
-    if len(loaded) <= len(loaded.all_special_ids):
+    if len(loaded) <= len(loaded.get_added_vocab()):
         # What transformers makes of a folder without a tokenizer's files.
         return Tokenizer(None, None, missing=f"{name} has none")
     if options.chat_template is not None:

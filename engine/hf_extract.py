@@ -11,39 +11,25 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from rich.console import Console
-from torch import Tensor
 
 from buffers.dataset_writer import DatasetWriter
 from buffers.manifest import MANIFEST
 from engine.assemble import resolve_device, resolve_precision
-from engine.chat_tokens import Tokens
 from engine.extract_options import ExtractOptions, choose_layers, choose_mask_token, load_tokenizer, source_of
 from engine.extract_reader import Progress, Reader, Window
 from engine.extract_tally import Tally, TargetLoss, left_out_lines, warnings_about
-from engine.hf_target import HfTarget, load_hf_target, require_transformers
-from engine.length_batches import batches_of_like_length
+from engine.hf_decoding import import_transformers
+from engine.hf_target import HfTarget, load_hf_target
 from engine.reports import make_console
+from engine.window_states import States, run_window
 
 REPORT, PROGRESS = "extraction.json", "unfinished-extraction.jsonl"
-# Supervised tokens whose loss the target itself is asked for.
-LOSS_TOKENS = 4096
 PROGRESS_S = 5.0
-
-
-@dataclass(frozen=True)
-class States:
-    """A sample's tokens with its hidden states [T, L*D] and last hidden [T, D] in bf16 on the CPU."""
-
-    tokens: Tokens
-    hidden: Tensor
-    last: Tensor | None
 
 
 def extract_dataset(options: ExtractOptions) -> dict[str, Any]:
@@ -59,7 +45,7 @@ def extract_dataset(options: ExtractOptions) -> dict[str, Any]:
         raise ValueError(
             f"expected {options.out} to hold no dataset, found {MANIFEST}. Choose another folder or remove it."
         )
-    require_transformers()
+    import_transformers()
     console = make_console(stderr=True)
     device = resolve_device(options.device)
     precision = resolve_precision(options.dtype, device)
@@ -138,6 +124,8 @@ def extract_dataset(options: ExtractOptions) -> dict[str, Any]:
         "samples_kept_from_before": kept,
         "tokens_per_s": work.tokens / work.seconds if work.seconds else 0.0,
         "seconds": work.seconds,
+        "seconds_waiting_for_reading": work.reading_s,
+        "seconds_waiting_for_writing": work.writing_s,
         "padding": 1 - work.tokens / work.slots if work.slots else 0.0,
         "device": str(device),
         "precision": precision,
@@ -151,7 +139,8 @@ def extract_dataset(options: ExtractOptions) -> dict[str, Any]:
 class Work:
     """The windows of a file through the target and onto the disk: one is read, one runs, one is written at a time.
 
-    `tokens` real ones in `slots` padded ones ran in `seconds`; `not_finite` samples were left out.
+    `tokens` real ones in `slots` padded ones ran in `seconds`, of which it waited for reading and for writing;
+    `not_finite` samples were left out.
     """
 
     def __init__(
@@ -168,7 +157,7 @@ class Work:
         self.loss = TargetLoss(**progress.state.get("loss", {}))
         self.not_finite: int = progress.state.get("not_finite", 0)
         self.tokens = self.slots = 0
-        self.seconds = 0.0
+        self.seconds = self.reading_s = self.writing_s = 0.0
 
     def run(self, reader: Reader) -> None:
         """All windows from where the progress stands."""
@@ -178,14 +167,13 @@ class Work:
         with ThreadPoolExecutor(1) as reading, ThreadPoolExecutor(1) as writing:
             coming = reading.submit(next, windows, None)
             written: Future[None] | None = None
-            while (window := coming.result()) is not None:
+            while (window := self._next(coming)) is not None:
                 coming = reading.submit(next, windows, None)
                 states, slots = run_window(self._target, window.samples, self._layers, self._options, self.loss)
                 self.slots += slots
                 self.tokens += sum(len(sample.input_ids) for sample in window.samples)
                 # With more than one window waiting to be written, memory would grow with the file.
-                if written is not None:
-                    written.result()
+                self._wait(written)
                 written = writing.submit(self._write, *self._finite(states, window))
                 now = time.perf_counter()
                 if now - shown > PROGRESS_S:
@@ -195,9 +183,20 @@ class Work:
                         f"{window.offset / size:6.1%}  {window.tally['samples']:,} samples, {window.tally['tokens']:,} tokens, "
                         f"{self.tokens / (now - began):,.0f} tokens/s",
                     )
-            if written is not None:
-                written.result()
+            self._wait(written)
         self.seconds = time.perf_counter() - began
+
+    def _next(self, coming: Future[Window | None]) -> Window | None:
+        began = time.perf_counter()
+        window = coming.result()
+        self.reading_s += time.perf_counter() - began
+        return window
+
+    def _wait(self, written: Future[None] | None) -> None:
+        began = time.perf_counter()
+        if written is not None:
+            written.result()
+        self.writing_s += time.perf_counter() - began
 
     def _finite(self, states: Sequence[States | None], window: Window) -> tuple[list[States], dict[str, Any]]:
         """The samples to write, and the state to go on from when they are written."""
@@ -216,56 +215,6 @@ class Work:
         for sample in states:
             self._writer.add(sample.tokens.input_ids, sample.tokens.loss_mask, sample.hidden, sample.last)
         self._writer.end_shard()
-
-
-@torch.inference_mode()
-def run_window(
-    target: HfTarget, samples: Sequence[Tokens], layers: Sequence[int], options: ExtractOptions, loss: TargetLoss
-) -> tuple[list[States | None], int]:
-    """The samples with their states, by length, None for one whose states are not finite; and the padded tokens run.
-
-    `loss` takes up the target's own loss on the supervised tokens until it has LOSS_TOKENS.
-    """
-    results: list[States | None] = []
-    device = target.embed.device
-    slots = 0
-    for rows, width in batches_of_like_length([len(s.input_ids) for s in samples], options.token_budget):
-        batch = [samples[row] for row in rows]
-        lengths = torch.tensor([len(s.input_ids) for s in batch])
-        real_BS = torch.arange(width)[None] < lengths[:, None]
-        ids_BS = torch.zeros((len(batch), width), dtype=torch.int64)
-        ids_BS[real_BS] = torch.from_numpy(np.concatenate([s.input_ids for s in batch])).long()
-        attention = None if bool(real_BS.all()) else real_BS.to(device, torch.int64)
-        *taps, last = target.residuals(ids_BS.to(device), attention, [*layers, len(target.layers) - 1])
-        # Real tokens only, row after row.
-        places = real_BS.flatten().nonzero().flatten().to(device)
-        packed = torch.cat([tap.to(device).flatten(0, 1)[places].bfloat16() for tap in taps], dim=-1)
-        pre = last.to(device).flatten(0, 1)[places]
-        ends = lengths.cumsum(0).tolist()
-        finite = packed.isfinite().all(-1) & pre.isfinite().all(-1)
-        stored = None
-        if options.last_hidden != "none":
-            stored = (pre if options.last_hidden == "pre" else target.norm(pre)).bfloat16().cpu()
-        hidden, good = packed.cpu(), finite.cpu()
-        for sample, start, stop in zip(batch, [0, *ends], ends, strict=False):
-            part = slice(start, stop)
-            if not bool(good[part].all()):
-                results.append(None)
-                continue
-            if loss.tokens < LOSS_TOKENS:
-                _add_loss(target, sample, pre[part], loss)
-            results.append(States(sample, hidden[part], None if stored is None else stored[part]))
-        slots += len(batch) * width
-    return results, slots
-
-
-def _add_loss(target: HfTarget, sample: Tokens, pre: Tensor, loss: TargetLoss) -> None:
-    places = np.flatnonzero(sample.loss_mask[1:])[: LOSS_TOKENS - loss.tokens]
-    where = torch.from_numpy(places).to(pre.device)
-    labels = torch.from_numpy(sample.input_ids[1:][places]).to(pre.device).long()
-    logits = F.linear(target.norm(pre[where]), target.head).float()
-    loss.nats += float(F.cross_entropy(logits, labels, reduction="sum"))
-    loss.tokens += len(places)
 
 
 def _say(console: Console, text: str) -> None:

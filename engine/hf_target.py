@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.assemble import norm_eps, refuse_unreproduced, text_config
+from engine.hf_decoding import import_transformers
 
 PROBE_TOKENS = 16
 # What the drafter takes its sizes from; a config.json may leave them to its architecture's defaults.
@@ -82,30 +83,24 @@ class HfTarget:
 
 
 def load_hf_target(name: str, device: torch.device, dtype: torch.dtype) -> HfTarget:
-    """Load the model of a folder or of the hub. Raises ValueError without transformers, and as `hf_target` does."""
-    transformers = require_transformers()
+    """Load the model of a folder or of the hub. Raises ValueError when that cannot be, and as `hf_target` does."""
+    transformers = import_transformers()
     folder = Path(name)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ValueError(
             f"expected the target's config.json in {folder}, found none. Give a model's folder or its hub id."
         )
-    raw = json.loads(Path(transformers.utils.cached_file(name, "config.json")).read_bytes())
-    refuse_unreproduced(text_config(raw))
     # Its bars would stand between our lines, and in logs.
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return hf_target(model.to(device).eval().requires_grad_(False), name, raw)
-
-
-def require_transformers() -> Any:
-    """The package. Raises ValueError naming the extra when it is absent."""
     try:
-        import transformers
-    except ImportError as error:
+        raw = json.loads(Path(transformers.utils.cached_file(name, "config.json")).read_bytes())
+        refuse_unreproduced(text_config(raw))
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+    except (OSError, KeyError) as error:
         raise ValueError(
-            "extracting from a Hugging Face model needs transformers, found none. Install it: pip install 'dflash-engine[hf]'"
+            f"target {name}: expected a folder or hub id of a causal language model that transformers loads, found none: {error}"
         ) from error
-    return transformers
+    return hf_target(model.to(device).eval().requires_grad_(False), name, raw)
 
 
 def hf_target(model: Any, name: str, raw_config: dict[str, Any]) -> HfTarget:

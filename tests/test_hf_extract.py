@@ -309,6 +309,12 @@ def test_messages(model: Path, chat_model: Path, tmp_path: Path, monkeypatch: py
     for target, data, options, message in (
         (model, tmp_path / "none.jsonl", {}, "expected conversations in .*none.jsonl, found no such file"),
         (tmp_path, ids, {}, "expected the target's config.json in .*, found none. Give a model's folder"),
+        (
+            Path("no/such/thing"),
+            ids,
+            {},
+            "target no/such/thing: expected a folder or hub id of a causal language model",
+        ),
         (model, ids, {"layers": (1, 6)}, r"--layers: expected numbers in 0..5, found \[6\]"),
         (model, ids, {"layers": (1, 3, 3)}, r"--layers: expected ascending numbers, each once, found \[1, 3, 3\]"),
         (model, ids, {"layers": ()}, "expected 1 to 3 taps for a target of 6 layers, found 5"),
@@ -332,9 +338,7 @@ def test_messages(model: Path, chat_model: Path, tmp_path: Path, monkeypatch: py
     with pytest.raises(ValueError, match="to hold no dataset, found dataset.json. Choose another folder"):
         extract(model, ids, out)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        ValueError, match=r"needs transformers, found none. Install it: pip install 'dflash-engine\[hf\]'"
-    ):
+    with pytest.raises(ValueError, match=r"expected the package transformers .* pip install 'dflash-engine\[hf\]'"):
         extract(model, ids, tmp_path / "other")
 
 
