@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from bench.options import measure_options, workload_option
-from engine.cli import cli, echo_json, run
+from bench.options import measure_options, out_option, workload_option
+from engine.cli import cli, config_option, echo_json, json_option, run, set_option
 from engine.settings import load_settings
 
 
@@ -141,6 +141,27 @@ def ops(
 
     figures = run_ops(settings, workloads=workloads, only=only, repeats=repeats, compiled=compiled, out=out, plot=plot)
     echo_json(figures, as_json)
+
+
+@bench.command()
+@click.option("--samples", type=click.IntRange(min=8), default=200, show_default=True, help="Samples to extract.")
+@click.option("--steps", type=click.IntRange(min=2), default=100, show_default=True, help="Steps to train from them.")
+@config_option
+@set_option
+@json_option
+@out_option
+def extract(
+    samples: int, steps: int, config: str | None, overrides: Sequence[str], as_json: bool, out: Path | None
+) -> None:
+    """Extraction and training from the extracted files, tokens/s and host memory of each.
+
+    The target is random and has Qwen3-0.6B's shape; lengths are lognormal, median 700, 95 of 100 under 2048. On the CPU a
+    tiny target and a tenth of the lengths.
+    """
+    settings = load_settings(config, overrides)
+    from bench.extract import run as run_extract
+
+    echo_json(run_extract(settings, samples=samples, steps=steps, out=out), as_json)
 
 
 def main(args: Sequence[str] | None = None) -> int:
