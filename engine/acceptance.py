@@ -7,6 +7,7 @@ the target alone would write it, whatever was drafted (Leviathan et al., arXiv 2
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,12 +17,22 @@ from torch import Tensor
 NEAR_TIE = 1e-4
 
 
-def choose(logits_SV: Tensor, dtype: torch.dtype | None = None) -> tuple[list[int], list[int]]:
-    """The greedy token of each row of logits, and the rows whose two best are equal but for rounding: less apart than two
-    steps of `dtype` (the precision of the target; the logits' own by default) at the best one's size, at least NEAR_TIE."""
-    best_S2 = logits_SV.float().topk(2, dim=-1).values
-    rounding_S = (2 * torch.finfo(dtype or logits_SV.dtype).eps * best_S2[:, 0].abs()).clamp(min=NEAR_TIE)
-    near = (best_S2[:, 0] - best_S2[:, 1] < rounding_S).tolist()
+def logit_rounding(dtype: torch.dtype, num_layers: int) -> float:
+    """How far apart two logits of one place may come out in two passes of a target, in standard deviations of its logits.
+
+    Attention and MLP of every layer round the residual stream by eps / 2: what adds up over 2 * num_layers roundings is
+    sqrt(2 * num_layers) * eps / 2 of a logit (as measured on random targets in bf16). The difference of two of them varies
+    sqrt(2) times as much; four standard deviations of that.
+    """
+    return 4 * torch.finfo(dtype).eps * math.sqrt(num_layers)
+
+
+def choose(logits_SV: Tensor, rounding: float = 0.0) -> tuple[list[int], list[int]]:
+    """The greedy token of each row of logits, and the rows whose two best are equal but for rounding: less apart than
+    `rounding` standard deviations of the row, at least NEAR_TIE."""
+    wide_SV = logits_SV.float()
+    best_S2 = wide_SV.topk(2, dim=-1).values
+    near = (best_S2[:, 0] - best_S2[:, 1] < (rounding * wide_SV.std(-1)).clamp(min=NEAR_TIE)).tolist()
     # argmax, not topk's first: of equal logits plain greedy decoding takes argmax's.
     return logits_SV.argmax(-1).tolist(), [i for i, tie in enumerate(near) if tie]
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.acceptance import Sampler, choose, matching_prefix
+from engine.acceptance import Sampler, choose, logit_rounding, matching_prefix
 from engine.drafter_config import DrafterConfig
 from engine.rope import apply_rope, rope_attention_scaling, rope_cos_sin, rope_inv_freq
 
@@ -231,7 +231,8 @@ def speculative_generate(
     capacity = prompt.numel() + max_new_tokens + K
     target_cache, draft_cache = target.new_cache(capacity), DraftCache(drafter, capacity)
     output = target.extend(prompt.to(drafter.embed_tokens.device).long(), target_cache, taps, last_only=True)
-    tokens, ties = _next_token(output.logits[0], drafter.embed_tokens.dtype, sampler)
+    rounding = _rounding(target)
+    tokens, ties = _next_token(output.logits[0], rounding, sampler)
     accepted_taps = output.taps[0]
     accept_lengths: list[int] = []
     began_s = time.perf_counter()
@@ -243,7 +244,7 @@ def speculative_generate(
         drafts = draft_logits.argmax(-1) if sampler is None or q is None else sampler.draw(q)
         output = target.extend(torch.cat((drafts.new_tensor([tokens[-1]]), drafts)), target_cache, taps)
         if sampler is None or q is None:
-            wanted, block_ties = choose(output.logits[0], drafter.embed_tokens.dtype)
+            wanted, block_ties = choose(output.logits[0], rounding)
             kept = wanted[: 1 + matching_prefix(drafts.tolist(), wanted)]
         else:
             kept, block_ties = sampler.accept(drafts, q, sampler.probabilities(output.logits[0])), []
@@ -262,13 +263,13 @@ def plain_generate(
     target: DecodingTarget[C], prompt: Tensor, max_new_tokens: int, sampler: Sampler | None = None
 ) -> Decoded:
     """The target's own continuation of int `prompt` [T], one token a forward pass; `accept_lengths` is empty."""
-    cache, like = target.new_cache(prompt.numel() + max_new_tokens), target.embedding
-    feed = prompt.to(like.device).long()
+    cache, rounding = target.new_cache(prompt.numel() + max_new_tokens), _rounding(target)
+    feed = prompt.to(target.embedding.device).long()
     tokens: list[int] = []
     ties: list[int] = []
     began_s = time.perf_counter()
     while len(tokens) < max_new_tokens and _end_of_text(tokens, len(tokens) - 1, target) is None:
-        found, tie = _next_token(target.extend(feed, cache, last_only=True).logits[0], like.dtype, sampler)
+        found, tie = _next_token(target.extend(feed, cache, last_only=True).logits[0], rounding, sampler)
         ties += [len(tokens)] if tie else []
         tokens += found
         feed = feed.new_tensor(found)
@@ -277,10 +278,14 @@ def plain_generate(
     return _decoded(tokens, (), ties, len(tokens), began_s)
 
 
-def _next_token(logits_1V: Tensor, dtype: torch.dtype, sampler: Sampler | None) -> tuple[list[int], list[int]]:
+def _rounding(target: DecodingTarget[Any]) -> float:
+    return logit_rounding(target.embedding.dtype, target.sizes[2])
+
+
+def _next_token(logits_1V: Tensor, rounding: float, sampler: Sampler | None) -> tuple[list[int], list[int]]:
     """One token and, for a near tie, its row."""
     if sampler is None:
-        return choose(logits_1V, dtype)
+        return choose(logits_1V, rounding)
     return sampler.draw(sampler.probabilities(logits_1V)).tolist(), []
 
 

@@ -143,6 +143,8 @@ def print_decoding(figures: dict[str, Any], console: Console) -> None:
     for name, value in figures.items():
         if name != "acceptance_histogram":
             console.print(f"{name:26} {value}", markup=False, soft_wrap=True)
+    if figures.get("differing_tokens"):
+        console.print("differing_tokens should be 0: see docs/evaluate.md, or decode with --set run.precision=fp32")
 
 
 @contextmanager

@@ -180,6 +180,8 @@ def load_decoding_target(name: str, device: torch.device, dtype: torch.dtype) ->
         raise _unreadable(name, "config.json", error) from error
     refuse_uncroppable(config)
     refuse_unreproduced(config.get_text_config().to_dict())
+    # Its bars would stand between our lines.
+    transformers.utils.logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.acceptance import Sampler, choose
+from engine.acceptance import Sampler, choose, logit_rounding
 from engine.decode import Drafter, drafter_for, plain_generate, speculative_generate
 from engine.target import Target
 from tests.test_decode import drafter_config, random_weights
@@ -114,7 +114,7 @@ def test_a_seed_gives_its_draws_and_impossible_tokens_are_never_drawn() -> None:
 
 
 def test_rounding_of_bf16_makes_wider_ties_than_that_of_fp32() -> None:
-    logits = torch.tensor([[20.0, 19.75], [20.0, 19.5], [0.5, 0.495]])
-    assert choose(logits) == ([0, 0, 0], [])
-    # Two steps of bf16 (2^-7 each) at 20 are 0.31, at 0.5 less than 0.008.
-    assert choose(logits, torch.bfloat16) == ([0, 0, 0], [0, 2])
+    logits = torch.tensor([[9.0, 8.9, *[0.0] * 9], [9.0, 8.0, *[0.0] * 9], [0.09, 0.0889, *[0.0] * 9]])
+    assert choose(logits, logit_rounding(torch.float32, 36)) == ([0, 0, 0], [])
+    # 36 layers in bf16: 4 * 2^-7 * 6 = 0.19 of the logits' standard deviation, which is 3.6, 3.5 and 0.036.
+    assert choose(logits, logit_rounding(torch.bfloat16, 36)) == ([0, 0, 0], [0, 2])
