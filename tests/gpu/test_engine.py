@@ -161,10 +161,16 @@ def test_evaluation_is_replayed_and_touches_no_gradient(built: Built) -> None:
         for run in (engine.executor.run, engine.executor.call):
             engine.zero_()
             run(f"eval {bucket.name}")
-            found.append({"sums": engine.eval_metrics.sums.clone(), "slots": engine.eval_metrics.slots.clone()})
+            metrics = engine.eval_metrics
+            counters = {"sums": metrics.sums, "slots": metrics.slots, "histogram": metrics.blocks_by_accepted}
+            found.append({name: tensor.clone() for name, tensor in counters.items()})
+            totals = metrics.snapshot().read().sums
+            # The histogram's own mean is the accepted length.
+            accepted = sum(n * count for n, count in enumerate(metrics.blocks_by_accepted.tolist()))
+            assert (accepted, metrics.blocks_by_accepted.sum()) == (totals["accepted"], totals["blocks"])
             assert not engine.params.grad.any() and not engine.metrics.sums.any()
         assert_same_bits(*found)
-        assert_close(found[0], {name: trained[name] for name in found[0]}, 1e-6)
+        assert_close(found[0], {name: trained[name] for name in ("sums", "slots")}, 1e-6)
 
 
 def test_thirty_steps_allocate_nothing_wait_for_nothing_and_compile_nothing(built: Built) -> None:
