@@ -185,7 +185,7 @@ def export(source: Path, out: Path, layout: str, verifier: str, with_head: bool,
     "--prompts",
     metavar="FILE",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="What to continue: .txt, a prompt a line, or .jsonl with prompt, text, messages, conversations or input_ids.",
+    help="What to continue: .txt, a prompt a line, or .jsonl with text, messages, conversations or input_ids.",
 )
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=2), default=256, show_default=True, help="Length of each text."

@@ -1,14 +1,14 @@
 """Prompts for decoding: a text file or JSON lines, as token ids.
 
-A .txt file holds one prompt a line. A .jsonl line holds an object with one of `prompt` or `text` (a string), `messages` or
-`conversations` (turns with `role` and `content`, through the tokenizer's chat template; turns of the assistant at the end
-are left out, for they are what is to be decoded) or `input_ids`.
+A .txt file holds one prompt a line. A .jsonl file holds records as `data extract` reads them: `text`, `messages` or
+`conversations` (through the tokenizer's chat template; the assistant's last words are left out, for they are what is to
+be decoded) or `input_ids`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.bytes_vocab import encode_bytes
+from engine.conversations import LeftOut, Record, parse_record
 from engine.hf_decoding import import_transformers
 
 
@@ -24,7 +25,7 @@ class Tokenizer(Protocol):
 
     def text(self, text: str) -> list[int]: ...
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]: ...
+    def chat(self, conversation: Record) -> list[int]: ...
 
 
 class ByteTokenizer:
@@ -35,11 +36,9 @@ class ByteTokenizer:
         ids: list[int] = encode_bytes(text.encode()).tolist()
         return ids
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat(self, conversation: Record) -> list[int]:
         """Raises ValueError: it has no chat template."""
-        raise ValueError(
-            "expected prompt, text or input_ids, found a conversation: the embedded target has no chat template"
-        )
+        raise ValueError("expected text or input_ids, found a conversation: the embedded target has no chat template")
 
 
 class HFTokenizer:
@@ -53,7 +52,7 @@ class HFTokenizer:
         """With the special tokens that the tokenizer puts around a text."""
         return list(self._tokenizer()(text)["input_ids"])
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat(self, conversation: Record) -> list[int]:
         """Through the chat template, up to where the assistant speaks. Raises ValueError without a template."""
         tokenizer = self._tokenizer()
         if tokenizer.chat_template is None:
@@ -61,7 +60,9 @@ class HFTokenizer:
                 f"expected a chat template in the tokenizer of {self._name}, found none; give prompts as text or input_ids"
             )
         try:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = tokenizer.apply_chat_template(
+                conversation.messages, tools=conversation.tools, add_generation_prompt=True, tokenize=False
+            )
         except Exception as error:  # a template is a program of its own and raises what it likes
             raise ValueError(f"the chat template of {self._name} refused the conversation: {error}") from error
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -104,7 +105,7 @@ def _prompts(path: Path, lines: list[str], tokenizer: Tokenizer, vocab_size: int
             ids = tokenizer.text(line) if path.suffix == ".txt" else _from_json(line, tokenizer)
             if not ids:
                 raise ValueError("expected at least one token, found an empty prompt")
-            if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
+            if not all(0 <= i < vocab_size for i in ids):
                 raise ValueError(
                     f"expected token ids from 0 to {vocab_size - 1}, the target's vocabulary, found others; use the target's "
                     "own tokenizer"
@@ -116,31 +117,17 @@ def _prompts(path: Path, lines: list[str], tokenizer: Tokenizer, vocab_size: int
 
 def _from_json(line: str, tokenizer: Tokenizer) -> list[int]:
     try:
-        record = json.loads(line)
-    except RecursionError as error:
-        raise ValueError("expected a flat JSON object, found one nested too deep") from error
-    if not isinstance(record, Mapping):
-        raise ValueError(f"expected a JSON object, found {type(record).__name__}")
-    for key in ("prompt", "text"):
-        if isinstance(record.get(key), str):
-            return tokenizer.text(record[key])
-    if isinstance(record.get("input_ids"), list):
-        return list(record["input_ids"])
-    for key in ("messages", "conversations"):
-        if isinstance(record.get(key), list):
-            return tokenizer.chat(_asked(record[key]))
-    raise ValueError(
-        f"expected prompt, text, input_ids, messages or conversations, found {', '.join(map(str, record)) or 'nothing'}"
-    )
-
-
-def _asked(turns: list[Any]) -> list[dict[str, Any]]:
-    """The conversation without the assistant's last words."""
-    if not all(isinstance(turn, dict) and isinstance(turn.get("role"), str) and "content" in turn for turn in turns):
-        raise ValueError("expected turns with role and content, found others")
-    end = len(turns)
-    while end and turns[end - 1]["role"] == "assistant":
+        record = parse_record(line.encode())
+    except LeftOut as error:
+        raise ValueError(str(error)) from error
+    if record.input_ids is not None:
+        return record.input_ids
+    if record.text is not None:
+        return tokenizer.text(record.text)
+    assert record.messages is not None
+    end = len(record.messages)
+    while end and record.messages[end - 1]["role"] == "assistant":
         end -= 1
     if not end:
         raise ValueError("expected a turn that is not the assistant's, found none")
-    return turns[:end]
+    return tokenizer.chat(replace(record, messages=record.messages[:end]))

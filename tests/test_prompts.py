@@ -41,41 +41,40 @@ def test_every_form_of_json(tmp_path: Path) -> None:
     found = read(
         tmp_path / "p.jsonl",
         tokenizer,
-        {"prompt": "hello world"},
-        {"text": "world"},
+        {"text": "hello world"},
         {"input_ids": [5, 263]},
         {"messages": turns[:1]},
-        {"id": "x", "conversations": [*turns, *turns]},
+        {"id": "x", "conversations": [*turns, {"from": "human", "value": "hello"}]},
     )
     first = [3, 1, 5, 4]
-    assert found == [[1, 2], [2], [5, 263], first, [*first, 2, 5, *first]]
+    assert found == [[1, 2], [5, 263], first, [*first, 2, 5, *first]]
 
 
 def test_ids_need_no_tokenizer(tmp_path: Path) -> None:
     assert read(tmp_path / "p.jsonl", HFTokenizer(str(tmp_path / "absent")), {"input_ids": [1, 2]}) == [[1, 2]]
     with pytest.raises(ValueError, match=r"p.jsonl, line 1: expected a tokenizer in .*absent, found none that loads"):
-        read(tmp_path / "p.jsonl", HFTokenizer(str(tmp_path / "absent")), {"prompt": "a"})
+        read(tmp_path / "p.jsonl", HFTokenizer(str(tmp_path / "absent")), {"text": "a"})
     with pytest.raises(ValueError, match=r"p.jsonl, line 1: expected a tokenizer in .*embedded, found none; give"):
-        read(tmp_path / "p.jsonl", HFTokenizer(str(EMBEDDED_TARGET)), {"prompt": "a"})
+        read(tmp_path / "p.jsonl", HFTokenizer(str(EMBEDDED_TARGET)), {"text": "a"})
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: Expecting property name"),
-        ([1], "line 2: expected a JSON object, found list"),
-        ({"question": "a"}, "line 2: expected prompt, text, input_ids, messages or conversations, found question"),
-        ({"prompt": ""}, "line 2: expected at least one token, found an empty prompt"),
+        ("{", "line 2: no JSON"),
+        ([1], "line 2: no JSON object"),
+        ({"question": "a"}, "line 2: no conversation: found only question; expected conversations, messages, text or"),
+        ({"text": ""}, "line 2: expected at least one token, found an empty prompt"),
         ({"input_ids": [264]}, "line 2: expected token ids from 0 to 263, the target's vocabulary, found others"),
-        ({"input_ids": [True]}, "line 2: expected token ids"),
-        ({"messages": [{"from": "human"}]}, "line 2: expected turns with role and content"),
+        ({"input_ids": ["a"]}, "line 2: input_ids is no list of whole numbers"),
+        ({"messages": [{"from": "human"}]}, "line 2: no conversation: expected a content"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "line 2: expected a turn that is not the assistant's"),
         ({"messages": [{"role": "user", "content": "a"}]}, "line 2: .* the embedded target has no chat template"),
     ],
 )
 def test_a_bad_line_is_named(line: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"p.jsonl, {message}"):
-        read(tmp_path / "p.jsonl", ByteTokenizer(), {"prompt": "a"}, line)
+        read(tmp_path / "p.jsonl", ByteTokenizer(), {"text": "a"}, line)
 
 
 def test_bad_files(tmp_path: Path) -> None:
