@@ -126,7 +126,7 @@ class ForeignDataset:
         index = self._indices[i]
         try:
             raw, _ = self._reader.read(index)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RuntimeError) as error:
             raise ValueError(
                 f"{self.path / self.name(i)}: {error}; it could be read when the dataset was opened"
             ) from error

@@ -34,10 +34,11 @@ def recognise(root: Path) -> Found | None:
     """
     if not root.is_dir():
         raise ValueError(f"expected a dataset with {MANIFEST} in {root}, found no such folder. Check the path.")
-    own = _is_ours(root)
+    own = (root / MANIFEST).is_file()
     is_deepspec = deepspec.is_deepspec(root)
+    certain = own and _says_ours(root / MANIFEST)
     # Our folder has no folders below it that could matter; another trainer's may be deep.
-    stamps, outside = _list_files(root, deep=not own)
+    stamps, outside = _list_files(root, deep=not certain)
     claimed = {MANIFEST, "target.safetensors"} if own else set()
     deep_reader = None
     if is_deepspec:
@@ -58,6 +59,10 @@ def recognise(root: Path) -> Found | None:
     present |= {deepspec.DEEPSPEC: [deepspec.MANIFEST]} if is_deepspec else {}
     present |= {speculators.SPECULATORS: list(states)} if states else {}
     present |= {"SpecForge or Model-Optimizer": archives} if archives else {}
+    if own and not certain and len(present) > 1:
+        # Other people's files may be called dataset.json too.
+        own = False
+        del present[OURS]
     if len(present) > 1:
         raise two_formats(root, {name: files[0] for name, files in present.items()})
     if own:
@@ -80,14 +85,15 @@ def recognise(root: Path) -> Found | None:
     )
 
 
+def _says_ours(manifest: Path) -> bool:
+    with manifest.open("rb") as stream:
+        return b'"format_version"' in stream.read(4096)
+
+
 def two_formats(root: Path, examples: dict[str, str]) -> ValueError:
     """The error for a folder of more than one format; examples: a file of each."""
     named = " and ".join(f"{name} ({file})" for name, file in examples.items())
     return ValueError(f"expected the files of one format in {root}, found {named}. Give each a folder of its own.")
-
-
-def _is_ours(root: Path) -> bool:
-    return (root / MANIFEST).is_file()
 
 
 def _speculators(

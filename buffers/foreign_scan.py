@@ -65,7 +65,9 @@ def _read(reader: Reader, index: int) -> Measured:
         return measure(*reader.read(index))
     except (ValueError, OSError, MemoryError) as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        return Measured(reason=" ".join(text.split()))
+    except Exception as error:  # whatever a hostile or damaged file leads torch, numpy or pyarrow to
+        text = f"expected a sample, found one that cannot be read ({type(error).__name__}: {str(error)[:160]})"
+    return Measured(reason=" ".join(text.split()))
 
 
 def _cache_file(root: Path) -> Path:

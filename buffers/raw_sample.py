@@ -24,7 +24,7 @@ class RawSample:
     last_hidden: Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Measured:
     """What opening must know of a sample, without its hidden states.
 
@@ -99,7 +99,7 @@ def measure(sample: RawSample, format: str) -> Measured:
 def _tensor(values: Mapping[str, object], name: str, dtypes: tuple[torch.dtype, ...], axes: int) -> Tensor:
     """The tensor `name` with `axes` axes, a leading one of 1 removed."""
     value = values[name]
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
         raise ValueError(f"expected {name} as a dense tensor, found {type(value).__name__}")
     if value.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from buffers.dataset import Dataset, load_target_tensors
 from buffers.dataset_writer import SHARD_TOKENS, DatasetWriter
 from buffers.foreign import ForeignDataset
-from buffers.manifest import TARGET_FILE
+from buffers.manifest import MANIFEST, TARGET_FILE, UNFINISHED, DatasetInfo
 from buffers.raw_sample import RawSample, measure
 from engine.data_source import open_data
 from engine.reports import make_console
@@ -35,31 +36,8 @@ def convert_dataset(source: Path, out: Path, settings: Settings, *, shard_tokens
         raise ValueError(
             f"{source}: expected another trainer's hidden states, found a dataset of ours. Use it as it is."
         )
-    info = dataset.info
-    writer = DatasetWriter(
-        out,
-        target_name=info.target_name,
-        target_config=info.target_config,
-        hidden_size=info.hidden_size,
-        target_layer_ids=info.target_layer_ids,
-        vocab_size=info.vocab_size,
-        mask_token_id=info.mask_token_id,
-        last_hidden_norm=info.last_hidden_norm,
-        shard_tokens=shard_tokens,
-        resume=True,
-        source=f"{dataset.format} {dataset.digest}",
-    )
-    kept = writer.num_samples
     console = make_console(stderr=True)
-    if kept:
-        console.print(f"going on after {kept} of {len(dataset)} samples that {out} has in whole shards")
-    has_target = _write_target(Path(settings.data.target), out, writer)
-    with _Progress(len(dataset), kept, "converting") as progress:
-        for i in range(kept, len(dataset)):
-            sample = dataset.sample(i)
-            writer.add(sample.input_ids, sample.loss_mask, sample.hidden_states, sample.last_hidden)
-            progress.advance()
-    writer.close()
+    kept, has_target = _write(dataset, out, settings, shard_tokens)
     console.print("reading it back")
     written = Dataset(out)
     _compare(dataset, written)
@@ -81,6 +59,54 @@ def convert_dataset(source: Path, out: Path, settings: Settings, *, shard_tokens
     for name, value in figures.items():
         show.print(f"{name:32} {len(value) if isinstance(value, dict) else value}", markup=False, soft_wrap=True)
     return figures
+
+
+def _write(dataset: ForeignDataset, out: Path, settings: Settings, shard_tokens: int) -> tuple[int, bool]:
+    """Writes what `out` lacks. Returns the samples that it had already, and whether it has the target's tensors."""
+    info, console = dataset.info, make_console(stderr=True)
+    if (out / MANIFEST).is_file():
+        _refuse_another(Dataset(out).info, dataset, out)
+        (out / UNFINISHED).unlink(missing_ok=True)
+        console.print(f"{out} is whole already")
+        return len(dataset), (out / TARGET_FILE).is_file()
+    writer = DatasetWriter(
+        out,
+        target_name=info.target_name,
+        target_config=info.target_config,
+        hidden_size=info.hidden_size,
+        target_layer_ids=info.target_layer_ids,
+        vocab_size=info.vocab_size,
+        mask_token_id=info.mask_token_id,
+        last_hidden_norm=info.last_hidden_norm,
+        shard_tokens=shard_tokens,
+        resume=True,
+        source=f"{dataset.format} {dataset.digest}",
+    )
+    kept = writer.num_samples
+    if kept:
+        console.print(f"going on after {kept} of {len(dataset)} samples that {out} has in whole shards")
+    has_target = _write_target(Path(settings.data.target), out, writer)
+    with _Progress(len(dataset), kept, "converting") as progress:
+        for i in range(kept, len(dataset)):
+            sample = dataset.sample(i)
+            writer.add(sample.input_ids, sample.loss_mask, sample.hidden_states, sample.last_hidden)
+            progress.advance()
+    writer.close()
+    return kept, has_target
+
+
+def _refuse_another(found: DatasetInfo, dataset: ForeignDataset, out: Path) -> None:
+    """Raises ValueError when a finished dataset is of another description than the source's."""
+    names = [
+        name
+        for name in (field.name for field in fields(DatasetInfo))
+        if name != "shards" and getattr(found, name) != getattr(dataset.info, name)
+    ]
+    if names:
+        raise ValueError(
+            f"expected {out} to be new or this conversion's, found a dataset of another {', '.join(names)}. Choose "
+            "another folder."
+        )
 
 
 def _write_target(folder: Path, out: Path, writer: DatasetWriter) -> bool:

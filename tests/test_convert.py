@@ -67,15 +67,14 @@ def test_killed_and_gone_on_with(
     assert files_under(tmp_path / "out") == files_under(tmp_path / "once")
 
 
-def test_another_source_does_not_go_on(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def dies(writer: DatasetWriter, *sample: torch.Tensor) -> int:
-        raise KeyboardInterrupt
-
+def test_only_its_own_dataset_is_taken_up(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(FIXTURES / "deepspec", tmp_path / "out", target)) == 0
-    assert main(arguments(FIXTURES / "deepspec", tmp_path / "out", target)) == 1
-    assert "to hold no dataset, found dataset.json" in capsys.readouterr().err
+    whole = files_under(tmp_path / "out")
+    assert main(arguments(FIXTURES / "deepspec", tmp_path / "out", target)) == 0
+    assert "out is whole already" in capsys.readouterr().err
+    assert main(arguments(FIXTURES / "specforge", tmp_path / "out", target)) == 1
+    assert "found a dataset of another target_name, last_hidden_norm. Choose another folder" in capsys.readouterr().err
+    assert files_under(tmp_path / "out") == whole
     (tmp_path / "out" / "dataset.json").unlink()
     assert main(arguments(FIXTURES / "deepspec", tmp_path / "out", target)) == 1
     assert "to hold no dataset, found shard-*" in capsys.readouterr().err

@@ -73,6 +73,7 @@ def test_content_is_recognised_whatever_the_names(name: str, target: Path, tmp_p
         (folder / "hidden_states").rename(folder / "h")
     (folder / "README.md").write_text("what this is")
     (folder / "log.json").write_text("{}")
+    (folder / "dataset.json").write_text('[{"conversations": []}]')
     same_as_truth(open_dataset(folder, facts(target, last_hidden_norm="none")))
 
 

@@ -45,6 +45,7 @@ def damages(tmp_path: Path) -> dict[str, tuple[bytes, str]]:
     """Content of data_4.ckpt -> the reason that is given for it."""
     whole = (FIXTURES / "specforge" / "rows_4-8" / "data_4.ckpt").read_bytes()
     T, hidden = 31, truth()[4]["hidden_states"]
+    meta = torch.ones(T, 192, dtype=torch.bfloat16, device="meta")
     ids, mask = truth()[4]["input_ids"], truth()[4]["loss_mask"]
     return {
         "empty": (b"", "expected a file of torch.save, found an empty file"),
@@ -54,6 +55,8 @@ def damages(tmp_path: Path) -> dict[str, tuple[bytes, str]]:
         "bomb": (gzip.compress(b"PK\x03\x04" + bytes(9_000_000)), "expected gzip data of at most"),
         "code": (archive({"input_ids": Code(tmp_path / "ran")}), "and could run code. It was not opened"),
         "code gz": (archive({"input_ids": Code(tmp_path / "ran")}, packed=True), "could run code"),
+        "meta": (archive(changed(hidden_states=meta)), "expected hidden_states to fit the file's"),
+        "sparse": (archive(changed(hidden_states=hidden.to_sparse())), "expected hidden_states as a dense tensor"),
         "list": (archive([1, 2]), "expected a dictionary of tensors, found list"),
         "no mask": (archive(changed(loss_mask=None)), "found no loss_mask"),
         "no states": (archive(changed(hidden_states=None)), "found no hidden_states"),
@@ -84,7 +87,7 @@ def test_every_bad_file_is_named_with_its_reason(target: Path, tmp_path: Path) -
         ValueError, match=rf"{len(expected)} of {10 + len(expected)} samples cannot be used: rows_4-8/data_100.ckpt"
     ) as error:
         open_dataset(folder, facts(target))
-    assert "and 18 more" in str(error.value) and "set data.on_bad_file to skip" in str(error.value)
+    assert "and 20 more" in str(error.value) and "set data.on_bad_file to skip" in str(error.value)
     assert "\n" not in str(error.value)
     dataset = open_dataset(folder, facts(target, on_bad_file="skip"))
     assert len(dataset) == 10

@@ -57,10 +57,7 @@ def test_training_on_specforges_files_with_deepspecs_held_out(target: Path, tmp_
         None, [f"data.target={target}", "run.device=cpu", "buckets.lengths=64", "buckets.num_anchors=8"]
     )
     drafter = tmp_path / "run" / "drafter"
-    by_format = [
-        evaluate_drafter(drafter, FIXTURES / name, known)
-        for name in ("specforge", "speculators", "deepspec")
-    ]
+    by_format = [evaluate_drafter(drafter, FIXTURES / name, known) for name in ("specforge", "speculators", "deepspec")]
     assert by_format[0]["samples"] == 10
     assert [figures["loss"] for figures in by_format] == [by_format[0]["loss"]] * 3
 
