@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from bench.options import measure_options, out_option, workload_option
-from engine.cli import cli, config_option, echo_json, json_option, run, set_option
+from engine.cli import cli, run
+from engine.cli_options import config_option, echo_json, json_option, set_option
 from engine.settings import load_settings
 
 

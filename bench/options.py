@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from engine.cli import config_option, json_option, set_option
+from engine.cli_options import config_option, json_option, set_option
 
 Command = Callable[..., Any]
 

@@ -1,0 +1,36 @@
+"""What commands share: options, exit codes, and how figures are told."""
+
+import json
+import math
+from typing import Any
+
+import click
+
+PROGRAM = "dflash-engine"
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+json_option = click.option("--json", "as_json", is_flag=True, help="End stdout with one line of JSON: the figures.")
+config_option = click.option(
+    "--config", metavar="FILE", type=click.Path(dir_okay=False), help="TOML file of settings; defaults without it."
+)
+set_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Change one setting, as in run.device=cpu; may be repeated. Names: docs/settings.md.",
+)
+
+
+def echo_json(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(_without_nan(figures)))
+
+
+def _without_nan(value: Any) -> Any:
+    """The same with null for numbers that are not finite: JSON has no word for them."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
