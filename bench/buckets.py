@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.mixture import Mixture, mixture_for, mixture_subjects, plan_lengths
+from bench.mixture import Mixture, mixture_for, mixture_subjects
 from bench.plots import check_plot, plot_bars
 from bench.subjects import Subject, dataset_subjects
 from bench.timed_step import measure_step
 from bench.timing import matmul_tflops, provenance, write_result
 from bench.workloads import Workload, chosen_workloads
 from buffers.batching import Batch
-from engine.assemble import resolve_device
+from engine.assemble import drafter_config, make_plan, resolve_device
+from engine.bucketing import plan_for
 from engine.data_source import open_data
 from engine.reports import make_console, print_table
 from engine.settings import Settings
@@ -33,6 +34,7 @@ def run(
     settings: Settings,
     *,
     samples: int = 2000,
+    supervised: float = 1.0,
     workloads: Sequence[str] = (),
     repeats: int,
     out: Path | None,
@@ -40,8 +42,9 @@ def run(
 ) -> dict[str, Any]:
     """Measures and prints; returns (and writes to `out`) a record a bucket and the epoch's, with where it was measured.
 
-    data: a dataset's folder; without it `samples` of a mixture of lengths on the model of the first of `workloads` (W2;
-    tiny on the CPU). Raises ValueError when a replay differs from its eager step, or allocates or compiles.
+    data: a dataset's folder; without it `samples` of a mixture of lengths, the part `supervised` of each with labels, on the
+    model of the first of `workloads` (W2; tiny on the CPU). Raises ValueError when a replay differs from its eager step, or
+    allocates or compiles.
     """
     check_plot(plot)
     device = resolve_device(settings.run.device)
@@ -50,7 +53,7 @@ def run(
         measured = _dataset(data, settings, device, repeats)
     else:
         (workload,) = chosen_workloads(workloads[:1], device, default=("W2",))
-        measured = _mixture(mixture_for(device, samples), workload, settings, device, repeats)
+        measured = _mixture(mixture_for(device, samples, supervised), workload, settings, device, repeats)
     figures = {"where": provenance(), "matmul_tflops": ceiling, **measured}
     _print(figures)
     write_result(figures, out)
@@ -60,37 +63,44 @@ def run(
 
 
 def _dataset(data: Path, settings: Settings, device: torch.device, repeats: int) -> dict[str, Any]:
-    lengths = open_data(data, settings).lengths
-    with dataset_subjects(data, settings, device) as subjects:
-        rows, epochs = _epoch([subjects.subject(b) for b in subjects.engine.buckets], subjects.batches, repeats)
-        longest = subjects.engine.buckets[-1].S
-        del subjects
-    _free(device)
-    # Samples beyond the plan's largest bucket are cut off, left out or split by either way of padding alike.
-    padded = replace(settings, buckets=replace(settings.buckets, lengths=(longest,), max_length=0))
-    with dataset_subjects(data, padded, device) as subjects:
-        _, to_longest = _epoch([subjects.subject(b) for b in subjects.engine.buckets], subjects.batches, repeats)
-        del subjects
-    _free(device)
-    return _record(rows, epochs, to_longest, {"data": str(data), **_lengths(lengths)})
+    dataset = open_data(data, settings)
+    config = drafter_config(settings, dataset.info)
+    longest = make_plan(_unpacked(settings), dataset, config, device).buckets[-1].S
+    measured = {}
+    for name, variant in _variants(settings, longest).items():
+        with dataset_subjects(data, variant, device) as subjects:
+            found = [subjects.subject(bucket) for bucket in subjects.engine.buckets]
+            measured[name] = _epoch(found, subjects.batches, repeats)
+            del subjects, found
+        _free(device)
+    return _record(measured, {"data": str(data), **_lengths(dataset.lengths)})
 
 
 def _mixture(
     mixture: Mixture, workload: Workload, settings: Settings, device: torch.device, repeats: int
 ) -> dict[str, Any]:
     lengths = mixture.lengths(settings.run.seed)
-    plan = plan_lengths(lengths, workload, settings, device)
-    with mixture_subjects(lengths, plan, workload, settings, device) as (subjects, batches):
-        rows, epochs = _epoch(subjects, batches, repeats)
-        del subjects
-    _free(device)
-    plan = plan_lengths(lengths, workload, settings, device, edges=(plan.buckets[-1].S,))
-    with mixture_subjects(lengths, plan, workload, settings, device) as (subjects, batches):
-        _, to_longest = _epoch(subjects, batches, repeats)
-        del subjects
-    _free(device)
-    about = {"workload": workload.name, "mixture": asdict(mixture), **_lengths(lengths)}
-    return _record(rows, epochs, to_longest, about)
+    plan = plan_for(_unpacked(settings), lengths, mixture.eligible(lengths), workload.config(), device)
+    measured = {}
+    for name, variant in _variants(settings, plan.buckets[-1].S).items():
+        with mixture_subjects(mixture, workload, variant, device) as (subjects, batches):
+            measured[name] = _epoch(subjects, batches, repeats)
+            del subjects
+        _free(device)
+    return _record(measured, {"workload": workload.name, "mixture": asdict(mixture), **_lengths(lengths)})
+
+
+def _unpacked(settings: Settings) -> Settings:
+    return replace(settings, buckets=replace(settings.buckets, packing=False))
+
+
+def _variants(settings: Settings, longest: int) -> dict[str, Settings]:
+    """What an epoch is timed in: the settings' buckets; where these pack, also one sample a row; one bucket for all."""
+    unpacked = _unpacked(settings)
+    # Samples beyond the plan's largest bucket are cut off, left out or split by either way of padding alike.
+    padded = replace(unpacked, buckets=replace(unpacked.buckets, lengths=(longest,), max_length=0))
+    one_a_row = {"one_sample_a_row": unpacked} if settings.buckets.packing else {}
+    return {"buckets": settings, **one_a_row, "pad_to_longest": padded}
 
 
 def _epoch(
@@ -114,20 +124,14 @@ def _epoch(
 
 
 def _record(
-    rows: list[dict[str, Any]],
-    epochs: dict[str, dict[str, float]],
-    to_longest: dict[str, dict[str, float]],
-    about: dict[str, Any],
+    measured: dict[str, tuple[list[dict[str, Any]], dict[str, dict[str, float]]]], about: dict[str, Any]
 ) -> dict[str, Any]:
-    epoch: dict[str, Any] = {
-        "buckets": epochs["replay"],
-        "buckets_eager": epochs["eager"],
-        "pad_to_longest": to_longest["replay"],
-        "pad_to_longest_eager": to_longest["eager"],
-    }
+    epoch: dict[str, Any] = {}
+    for name, (_, ways) in measured.items():
+        epoch |= {name: ways["replay"], f"{name}_eager": ways["eager"]}
     for record in epoch.values():
         record["time_over_buckets"] = record["seconds"] / epoch["buckets"]["seconds"]
-    return {**about, "buckets": rows, "epoch": epoch}
+    return {**about, "buckets": measured["buckets"][0], "epoch": epoch}
 
 
 def _lengths(lengths: NDArray[np.int64]) -> dict[str, Any]:

@@ -54,12 +54,20 @@ def step(
 @click.option(
     "--samples", type=click.IntRange(min=1), default=2000, show_default=True, help="Samples of the mixture's epoch."
 )
+@click.option(
+    "--supervised",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="The last part of each of the mixture's samples that has labels, as an answer has.",
+)
 @workload_option
 @measure_options(20)
 def buckets(
     data: Path | None,
     mixture: bool,
     samples: int,
+    supervised: float,
     workloads: Sequence[str],
     config: str | None,
     overrides: Sequence[str],
@@ -71,7 +79,7 @@ def buckets(
     """Tokens/s of each bucket and of an epoch, against padding to the longest sample and against eager steps.
 
     The buckets are those of the plan for the dataset in the folder DATA, or for a mixture of lengths on the model of one
-    --workload (W2, on the CPU tiny).
+    --workload (W2, on the CPU tiny). With buckets.packing one sample a row is timed too.
     """
     if (data is None) != mixture:
         raise click.UsageError("Expected either DATA or --mixture, found " + ("neither." if data is None else "both."))
@@ -80,7 +88,16 @@ def buckets(
     settings = load_settings(config, overrides)
     from bench.buckets import run as run_buckets
 
-    figures = run_buckets(data, settings, samples=samples, workloads=workloads, repeats=repeats, out=out, plot=plot)
+    figures = run_buckets(
+        data,
+        settings,
+        samples=samples,
+        supervised=supervised,
+        workloads=workloads,
+        repeats=repeats,
+        out=out,
+        plot=plot,
+    )
     echo_json(figures, as_json)
 
 

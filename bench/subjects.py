@@ -26,6 +26,7 @@ from engine.assemble import (
     pipeline_options,
     resolve_precision,
 )
+from engine.bucketing import context_seen
 from engine.data_source import open_data
 from engine.engine import Engine
 from engine.settings import Settings
@@ -35,7 +36,8 @@ from graphs.executor import BuildReport
 
 @dataclass(frozen=True)
 class Subject:
-    """fill() puts content with `useful_tokens` context tokens into `inputs`, the bucket's static ones."""
+    """fill() puts content with `useful_tokens` context tokens into `inputs`, the bucket's static ones. seen: context tokens that
+    a block sees on average where documents share rows, 0 where they do not."""
 
     name: str
     engine: Engine
@@ -44,6 +46,7 @@ class Subject:
     inputs: Mapping[str, Tensor]
     fill: Callable[[], None]
     useful_tokens: int
+    seen: float = 0.0
 
     @property
     def step(self) -> str:
@@ -78,6 +81,7 @@ class DatasetSubjects:
     inputs: InputPipeline
     reports: Mapping[str, BuildReport]
     batches: tuple[Batch, ...]
+    seen: float = 0.0
 
     def subject(self, bucket: Bucket, batch: Batch | None = None) -> Subject:
         """One bucket's, on `batch` or the first of its batches."""
@@ -90,6 +94,7 @@ class DatasetSubjects:
             self.inputs.inputs(bucket),
             partial(self.inputs.load, batch),
             batch.useful_tokens,
+            self.seen,
         )
 
 
@@ -103,6 +108,7 @@ def dataset_subjects(
     config = drafter_config(settings, dataset.info)
     buckets = make_plan(settings, dataset, config, device).buckets
     plan = make_batch_plan(settings, dataset, buckets)
+    seen = context_seen(settings, dataset.lengths, dataset.eligible_counts, config)
     with InputPipeline(dataset, buckets, **pipeline_options(settings, dataset, device, precision)) as inputs:
         engine = Engine(
             config,
@@ -115,7 +121,7 @@ def dataset_subjects(
         try:
             engine.params.load_(initial_weights(settings, config))
             reports = {report.name: report for report in engine.build()}
-            yield DatasetSubjects(engine, inputs, reports, tuple(plan.epoch(0)))
+            yield DatasetSubjects(engine, inputs, reports, tuple(plan.epoch(0)), seen)
         finally:
             engine.close()
 

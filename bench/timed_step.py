@@ -59,7 +59,7 @@ def measure_step(subject: Subject, repeats: int) -> dict[str, Any]:
             host_ms(lambda: executor.run(name), device, repeats=5),
             host_ms(lambda: executor.call(name), device, repeats=3),
         )
-    flop = step_flop(engine.config, bucket)
+    flop = step_flop(engine.config, bucket, subject.seen)
     replay_ms, eager_ms = spread(replay)["median"], spread(eager)["median"]
     return {
         "bucket": bucket.name,

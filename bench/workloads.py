@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from buffers.anchors import sample_anchors
 from buffers.arena import Arena, packed_size
-from buffers.batching import batch_specs
+from buffers.batching import Document, batch_specs, fill_row
+from buffers.dataset import Sample
 from buffers.shapes import Bucket
 from engine.drafter_config import DrafterConfig
 from engine.engine import FrozenTarget
@@ -125,23 +126,35 @@ class RandomInputs:
         """The bucket's inputs, at fixed addresses."""
         return self._views[bucket]
 
-    def fill(self, bucket: Bucket, seed: int = 0, length: int | Sequence[int] | None = None) -> None:
-        """Rows of `length` tokens (default: full; a list: one a row, rows beyond it without content), every token supervised,
-        anchors uniform without replacement."""
-        lengths = [bucket.S if length is None else length] * bucket.B if not isinstance(length, Sequence) else length
+    def fill(
+        self,
+        bucket: Bucket,
+        seed: int = 0,
+        length: int | None = None,
+        rows: Sequence[Sequence[Document]] = (),
+        supervised: float = 1.0,
+    ) -> None:
+        """Random rows of `length` tokens (default: full), or of these documents and the rest without content. The last part
+        `supervised` of each document has labels; anchors are uniform without replacement."""
+        rows = rows or [[Document(b, 0, length or bucket.S)] for b in range(bucket.B)]
         views = self._views[bucket]
-        device = views["input_ids"].device
-        generator = torch.Generator(device).manual_seed(seed)
-        for tensor in views.values():
-            tensor.zero_()
-        for b, tokens in enumerate(lengths):
-            views["target_hidden"][b, :tokens].normal_(0, 1, generator=generator)
-            views["input_ids"][b, :tokens].random_(0, self._config.vocab_size - 1, generator=generator)
-            views["position_ids"][b, :tokens] = torch.arange(tokens, device=device, dtype=torch.int32)
-            views["loss_mask"][b, :tokens] = 1
-            views["row_lengths"][b] = tokens
-            eligible = torch.arange(tokens - 1).numpy()
-            anchors, keep = sample_anchors(eligible, bucket.N, seed=seed, epoch=0, sample_id=b)
-            views["anchor_positions"][b] = torch.from_numpy(anchors).to(device)
-            views["block_keep_mask"][b] = torch.from_numpy(keep).to(device)
-            views["context_end"][b] = torch.where(views["block_keep_mask"][b] > 0, tokens, 0)
+        generator = torch.Generator().manual_seed(seed)
+        # All but the hidden states is made on the host, as a loader makes it; those are drawn where they are needed.
+        indices = [name for name in views if name != "target_hidden"]
+        on_host = {name: torch.zeros(views[name].shape, dtype=views[name].dtype) for name in indices}
+        on_host["target_hidden"] = torch.zeros(bucket.B, bucket.S, 0)
+        for b, row in enumerate(rows):
+            samples = [self._sample(d, supervised, generator) for d in row]
+            fill_row(on_host, b, samples, bucket=bucket, seed=seed, epoch=0, max_blocks=[d.max_blocks for d in row])
+        for name in indices:
+            views[name].copy_(on_host[name])
+        hidden = views["target_hidden"].zero_()
+        on_device = torch.Generator(hidden.device).manual_seed(seed)
+        for b, tokens in enumerate(on_host["row_lengths"].tolist()):
+            hidden[b, :tokens].normal_(0, 1, generator=on_device)
+
+    def _sample(self, document: Document, supervised: float, generator: torch.Generator) -> Sample:
+        length = document.stop - document.start
+        ids = torch.randint(self._config.vocab_size - 1, (length,), generator=generator, dtype=torch.int32)
+        loss_mask = (torch.arange(length) >= length - math.ceil(supervised * length)).to(torch.uint8)
+        return Sample(document.sample_id, ids, loss_mask, torch.zeros(length, 0), None)

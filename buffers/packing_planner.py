@@ -191,13 +191,15 @@ class _Search:
 
 
 def _counted(plan: BatchPlan, cost: Callable[[Bucket], float], too_long_count: int) -> Plan:
-    """The plan with the counts of its first epoch; buckets without a row in it are kept, other epochs may need them."""
+    """The plan with the counts of its first epoch. A bucket that none of it opens a row of is left out: the rows of larger ones
+    hold all its documents."""
     index = {bucket: place for place, bucket in enumerate(plan.buckets)}
     counts = np.zeros((4, len(index)), dtype=np.int64)
     for batch in plan.epoch(0):
         documents = batch.documents
         blocks = sum(document.max_blocks for document in documents)
         counts[:, index[batch.bucket]] += (len(documents), 1, batch.useful_tokens, blocks)
-    samples, batches, useful, used = (tuple(row.tolist()) for row in counts)
-    costs = tuple(cost(bucket) * count for bucket, count in zip(plan.buckets, batches, strict=True))
-    return Plan(plan.buckets, sum(costs), costs, samples, batches, useful, used, too_long_count)
+    buckets = tuple(bucket for bucket, place in index.items() if counts[1, place])
+    samples, batches, useful, used = (tuple(row[counts[1] > 0].tolist()) for row in counts)
+    costs = tuple(cost(bucket) * count for bucket, count in zip(buckets, batches, strict=True))
+    return Plan(buckets, sum(costs), costs, samples, batches, useful, used, too_long_count)

@@ -11,9 +11,9 @@ import torch
 from buffers.batching import BatchPlan
 from buffers.dataset import SampleSource, load_target_tensors
 from buffers.manifest import TARGET_FILE, DatasetInfo
-from buffers.packing_planner import blocks_wanted, plan_packed
-from buffers.planner import Plan, plan_buckets
-from buffers.shapes import ATTENTION_TILE, Bucket, round_up
+from buffers.planner import Plan
+from buffers.shapes import Bucket
+from engine.bucketing import batches_for, plan_for
 from engine.drafter_config import DrafterConfig, load_drafter_config
 from engine.engine import FrozenTarget
 from engine.export import load_drafter
@@ -21,7 +21,6 @@ from engine.params import initial_parameters
 from engine.rope import rope_from_config
 from engine.settings import Settings
 from engine.settings_fields import SettingsError
-from engine.work import planning_cost
 
 
 def resolve_device(wanted: str) -> torch.device:
@@ -210,39 +209,12 @@ def make_plan(settings: Settings, dataset: SampleSource, config: DrafterConfig, 
             f"{dataset.path}: expected a sample with two supervised neighbours (loss_mask 1, 1), found none in {len(dataset)} "
             "samples; set loss_mask to 1 for what the target answered"
         )
-    b = settings.buckets
-    options: dict[str, Any] = {
-        "num_anchors": b.num_anchors,
-        "K": config.block_size,
-        "max_buckets": b.max_buckets,
-        "token_budget": b.token_budget,
-        "cost": planning_cost(config, device.type, context_seen(settings, dataset, config)),
-        "max_length": b.max_length,
-        "max_rows": b.max_rows,
-        "too_long": settings.data.too_long,
-        "edges": b.lengths,
-    }
-    if b.packing:
-        return plan_packed(dataset.lengths, dataset.eligible_counts, seed=settings.run.seed, **options)
-    return plan_buckets(dataset.lengths, dataset.eligible_counts, **options)
+    return plan_for(settings, dataset.lengths, dataset.eligible_counts, config, device)
 
 
 def make_batch_plan(settings: Settings, dataset: SampleSource, buckets: Sequence[Bucket]) -> BatchPlan:
-    """The batches of a dataset in these buckets, packed or not as the settings say. Raises ValueError as BatchPlan does."""
-    b = settings.buckets
-    packed: dict[str, Any] = {}
-    if b.packing:
-        packed["blocks"] = blocks_wanted(dataset.eligible_counts, b.num_anchors, buckets[0].K, buckets[0].tile)
-        packed["longest"] = round_up(b.max_length, buckets[0].tile)
-    return BatchPlan(dataset.lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed, **packed)
-
-
-def context_seen(settings: Settings, dataset: SampleSource, config: DrafterConfig) -> float:
-    """Context tokens that a block sees on average where documents share rows; 0, half of its row, where they do not."""
-    if not settings.buckets.packing:
-        return 0.0
-    blocks = blocks_wanted(dataset.eligible_counts, settings.buckets.num_anchors, config.block_size, ATTENTION_TILE)
-    return float((blocks * (dataset.lengths / 2)).sum() / blocks.sum())
+    """The batches of a dataset in these buckets. Raises ValueError as BatchPlan does."""
+    return batches_for(settings, dataset.lengths, dataset.eligible_counts, buckets)
 
 
 def _needed(target: dict[str, Any], key: str, default: int | None = None) -> int:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from buffers.planner import plan_table
-from engine.assemble import context_seen, drafter_config, make_batch_plan, make_plan, resolve_device
+from engine.assemble import drafter_config, make_batch_plan, make_plan, resolve_device
+from engine.bucketing import context_seen
 from engine.data_source import open_data
 from engine.reports import make_console, print_table
 from engine.settings import Settings
@@ -20,7 +21,7 @@ def show_plan(data: Path, settings: Settings) -> dict[str, Any]:
     config = drafter_config(settings, dataset.info)
     plan = make_plan(settings, dataset, config, resolve_device(settings.run.device))
     batch_plan = make_batch_plan(settings, dataset, plan.buckets)
-    seen = context_seen(settings, dataset, config)
+    seen = context_seen(settings, dataset.lengths, dataset.eligible_counts, config)
     rows = [
         row._asdict() | {"tflop": step_flop(config, bucket, seen) / 1e12}
         for row, bucket in zip(plan_table(plan), plan.buckets, strict=True)

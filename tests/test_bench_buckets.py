@@ -78,6 +78,29 @@ def test_a_mixture_of_lengths(tmp_path: Path) -> None:
         buckets.run(None, soft, samples=60, repeats=1, out=None)
 
 
+def test_packed_rows_of_a_mixture_against_one_sample_a_row() -> None:
+    changes = ("buckets.num_anchors=32", "buckets.token_budget=2048", "buckets.packing=true")
+    settings = load_settings(None, ["run.device=cpu", *changes])
+    figures = buckets.run(None, settings, samples=60, supervised=0.25, repeats=1, out=None)
+    epoch = figures["epoch"]
+    assert figures["mixture"]["supervised"] == 0.25
+    assert list(epoch) == [
+        f"{name}{way}" for name in ("buckets", "one_sample_a_row", "pad_to_longest") for way in ("", "_eager")
+    ]
+    assert epoch["buckets"]["batches"] < epoch["pad_to_longest"]["batches"]
+    assert epoch["buckets"]["padding"] < epoch["pad_to_longest"]["padding"]
+    assert sum(row["batches"] for row in figures["buckets"]) == epoch["buckets"]["batches"]
+
+
+def test_packed_rows_of_a_dataset(tmp_path: Path) -> None:
+    data = training_dataset(tmp_path / "data", (40, 30, 60, 20, 130, 50))
+    figures = measure(data, None, "buckets.packing=true")
+    assert figures["epoch"]["one_sample_a_row"]["batches"] == 6
+    assert figures["epoch"]["buckets"]["batches"] < 6
+    for record in figures["epoch"].values():
+        assert record["useful_tokens_per_s"] == pytest.approx(330 / record["seconds"])
+
+
 def test_the_mixture_is_lognormal() -> None:
     lengths = Mixture(samples=20_000).lengths()
     assert np.median(lengths) == pytest.approx(700, rel=0.02)

@@ -49,7 +49,13 @@ def test_lists_are_read_from_lists_and_from_text(tmp_path: Path) -> None:
 
 
 def test_toml_comes_back_equal(tmp_path: Path) -> None:
-    changes = ["buckets.lengths=128,256", 'data.path=C:\\d "q" é\t.', "optimizer.eps=1e-12", "model.layer_types=full"]
+    changes = [
+        "buckets.lengths=128,256",
+        "buckets.packing=true",
+        'data.path=C:\\d "q" é\t.',
+        "optimizer.eps=1e-12",
+        "model.layer_types=full",
+    ]
     changes.append("run.output=a\x7fb\n")
     settings = load_settings(None, changes)
     assert settings != Settings()
@@ -74,6 +80,7 @@ def test_settings_cannot_be_changed() -> None:
         ("optimizer.lr=nan", "optimizer.lr: expected a number, more than 0, found nan"),
         ("optimizer.beta2=1", "optimizer.beta2: expected a number, at least 0 and less than 1, found 1.0"),
         ("run.seed=1.5", "run.seed: expected a whole number, at least 0, found '1.5'"),
+        ("buckets.packing=yes", "buckets.packing: expected true or false, found 'yes'"),
         ("data.too_long=cut", "data.too_long: expected one of skip, truncate, split, found 'cut'"),
         ("buckets.lengths=128,x", r"buckets.lengths: expected a list of whole numbers, at least 1, found \(128, 'x'\)"),
         ("buckets.lengths=256,128", r"buckets.lengths: expected ascending lengths, found \[256, 128\]"),
@@ -99,6 +106,7 @@ def test_mistakes_are_named(override: str, message: str) -> None:
         ('[run]\nseed = "3"\n', "run.seed: expected a whole number, at least 0, found '3'"),
         ("[run]\nseed = true\n", "run.seed: expected a whole number, at least 0, found True"),
         ("[optimizer]\nlr = true\n", "optimizer.lr: expected a number, more than 0, found True"),
+        ("[buckets]\npacking = 1\n", "buckets.packing: expected true or false, found 1"),
         ("[data]\npath = 3\n", "data.path: expected text, found 3"),
         ("[data]\ntoo_long = []\n", "data.too_long: expected one of skip, truncate, split, found"),
         ("[buckets]\nlengths = 512\n", "buckets.lengths: expected a list of whole numbers, at least 1, found 512"),

@@ -26,6 +26,11 @@ CASES = [
     pytest.param(Case(K=16, N=64, H=8, G=2, S=512, E=256, documents=True), id="E256"),
     pytest.param(Case(K=32, N=32, H=16, G=2, S=512, E=256, causal=True), id="E256-block-larger-than-tile"),
     pytest.param(Case(K=16, N=40, H=16, G=1, S=512, E=128, ordered=False), id="any-order-of-anchors"),
+    # Packed rows: documents of many tiles, and several documents in a tile of keys and in one of blocks.
+    pytest.param(Case(K=16, N=256, H=8, G=2, S=2048, E=128, documents=True, unused=20), id="documents-of-many-tiles"),
+    pytest.param(
+        Case(K=16, N=256, H=8, G=2, S=1024, E=128, B=2, documents=True, pieces=40, window=100), id="many-documents"
+    ),
 ]
 
 

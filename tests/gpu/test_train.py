@@ -48,11 +48,12 @@ class Run:
     verified: dict[str, Difference | None]
 
 
-def trained(demo: Demo, out: Path, attention: Literal["flex", "triton"]) -> Run:
+def trained(demo: Demo, out: Path, attention: Literal["flex", "triton"], *, packing: bool = False) -> Run:
     settings = demo_settings(demo.folder, steps=STEPS, seed=0, device="cuda")
     settings = replace(
         settings,
         model=replace(settings.model, attention=attention),
+        buckets=replace(settings.buckets, packing=packing),
         data=replace(settings.data, eval_path=""),
         run=replace(settings.run, output=str(out), log_every=10, eval_every=0, accumulation=2),
     )
@@ -88,6 +89,16 @@ def triton(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return trained(demo, tmp_path_factory.mktemp("triton"), "triton")
 
 
+@pytest.fixture(scope="module")
+def packed(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return trained(demo, tmp_path_factory.mktemp("packed"), "triton", packing=True)
+
+
+@pytest.fixture(scope="module")
+def packed_flex(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return trained(demo, tmp_path_factory.mktemp("packed-flex"), "flex", packing=True)
+
+
 def test_the_demo_decodes_the_targets_own_text(demo: Demo) -> None:
     figures = demo.figures
     assert figures["differing_tokens"] == 0
@@ -97,11 +108,11 @@ def test_the_demo_decodes_the_targets_own_text(demo: Demo) -> None:
     assert all(Path(figures[key]).exists() for key in ("drafter", "metrics", "picture"))
 
 
-@pytest.mark.parametrize("attention", ["flex", "triton"])
+@pytest.mark.parametrize("kind", ["flex", "triton", "packed", "packed_flex"])
 def test_a_run_is_replayed_and_costs_no_sync_no_allocation_and_no_compilation(
-    attention: str, request: pytest.FixtureRequest
+    kind: str, request: pytest.FixtureRequest
 ) -> None:
-    run: Run = request.getfixturevalue(attention)
+    run: Run = request.getfixturevalue(kind)
     figures = run.figures
     assert figures["steps"] == STEPS
     assert figures["how"] == "replayed"
@@ -120,6 +131,13 @@ def test_flex_and_triton_learn_the_same(flex: Run, triton: Run) -> None:
     """The same batches and anchors in bf16, whose roundings differ: the losses stay together."""
     assert [row["bucket"] for row in flex.figures["buckets"]] == [row["bucket"] for row in triton.figures["buckets"]]
     assert flex.losses == pytest.approx(triton.losses, rel=0.02)
+
+
+def test_flex_and_triton_learn_the_same_from_packed_rows(packed_flex: Run, packed: Run) -> None:
+    assert [row["bucket"] for row in packed_flex.figures["buckets"]] == [
+        row["bucket"] for row in packed.figures["buckets"]
+    ]
+    assert packed_flex.losses == pytest.approx(packed.losses, rel=0.02)
 
 
 def test_the_drafter_of_a_run_is_the_same_whatever_attends(flex: Run, triton: Run) -> None:

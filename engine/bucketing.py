@@ -1,0 +1,61 @@
+"""Buckets and batches for samples of given lengths, as the settings want them: packed or one sample a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from buffers.batching import BatchPlan
+from buffers.packing_planner import blocks_wanted, plan_packed
+from buffers.planner import Plan, plan_buckets
+from buffers.shapes import ATTENTION_TILE, Bucket, round_up
+from engine.drafter_config import DrafterConfig
+from engine.settings import Settings
+from engine.work import planning_cost
+
+Counts = NDArray[np.int64]
+
+
+def plan_for(
+    settings: Settings, lengths: Counts, eligible_counts: Counts, config: DrafterConfig, device: torch.device
+) -> Plan:
+    """The buckets for samples of `lengths` int64[n] tokens and `eligible_counts` int64[n] places for an anchor: planned, or
+    the fixed lengths of the settings with N and B by the same rules. Raises ValueError as the planner does."""
+    b = settings.buckets
+    options: dict[str, Any] = {
+        "num_anchors": b.num_anchors,
+        "K": config.block_size,
+        "max_buckets": b.max_buckets,
+        "token_budget": b.token_budget,
+        "cost": planning_cost(config, device.type, context_seen(settings, lengths, eligible_counts, config)),
+        "max_length": b.max_length,
+        "max_rows": b.max_rows,
+        "too_long": settings.data.too_long,
+        "edges": b.lengths,
+    }
+    if b.packing:
+        return plan_packed(lengths, eligible_counts, seed=settings.run.seed, **options)
+    return plan_buckets(lengths, eligible_counts, **options)
+
+
+def batches_for(settings: Settings, lengths: Counts, eligible_counts: Counts, buckets: Sequence[Bucket]) -> BatchPlan:
+    """The batches of these samples in these buckets. Raises ValueError as BatchPlan does."""
+    b = settings.buckets
+    packed: dict[str, Any] = {}
+    if b.packing:
+        packed["blocks"] = blocks_wanted(eligible_counts, b.num_anchors, buckets[0].K, buckets[0].tile)
+        packed["longest"] = round_up(b.max_length, buckets[0].tile)
+    return BatchPlan(lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed, **packed)
+
+
+def context_seen(settings: Settings, lengths: Counts, eligible_counts: Counts, config: DrafterConfig) -> float:
+    """Context tokens that a block sees on average where documents share rows: half of its document. 0, which stands for half
+    of its row, where they do not."""
+    if not settings.buckets.packing:
+        return 0.0
+    blocks = blocks_wanted(eligible_counts, settings.buckets.num_anchors, config.block_size, ATTENTION_TILE)
+    return float((blocks * (lengths / 2)).sum() / max(int(blocks.sum()), 1))
