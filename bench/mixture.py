@@ -46,7 +46,7 @@ class Mixture:
         return np.maximum(np.ceil(self.supervised * lengths).astype(np.int64) - 1, 0)
 
 
-def mixture_for(device: torch.device, samples: int, supervised: float) -> Mixture:
+def mixture_for(device: torch.device, samples: int, supervised: float = 1.0) -> Mixture:
     """The default mixture; a tenth of its lengths on the CPU."""
     if device.type == "cuda":
         return Mixture(samples=samples, supervised=supervised)
