@@ -18,6 +18,7 @@ from engine.drafter_config import DrafterConfig, load_drafter_config
 from engine.engine import FrozenTarget
 from engine.export import load_drafter
 from engine.params import initial_parameters
+from engine.precision import check_fp8_device, compute_dtype
 from engine.rope import rope_from_config
 from engine.settings import Settings
 from engine.settings_fields import SettingsError
@@ -36,7 +37,13 @@ def resolve_device(wanted: str) -> torch.device:
 
 
 def resolve_precision(wanted: str, device: torch.device) -> str:
-    """run.precision as bf16 or fp32: bf16 on CUDA, fp32 on the CPU unless asked otherwise."""
+    """run.precision as bf16, fp32 or fp8: bf16 on CUDA, fp32 on the CPU unless asked otherwise. Raises SettingsError for fp8
+    on a device without it."""
+    if wanted == "fp8":
+        try:
+            check_fp8_device(device)
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
     if wanted != "auto":
         return wanted
     return "bf16" if device.type == "cuda" else "fp32"
@@ -174,7 +181,7 @@ def pipeline_options(settings: Settings, dataset: SampleSource, device: torch.de
     return {
         "seed": settings.run.seed,
         "device": device,
-        "dtype": torch.bfloat16 if precision == "bf16" else torch.float32,
+        "dtype": compute_dtype(precision),
         "on_nonfinite": settings.data.on_nonfinite,
         "with_last_hidden": needs_last_hidden(settings, dataset),
     }

@@ -7,7 +7,7 @@ All of them read and write fixed memory only, so they are captured once and repl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from engine.model import Drafter, Recompute
 from engine.objective import Objective, TargetHead
 from engine.optimizer import AdamW
 from engine.params import ParamArena
+from engine.precision import check_fp8_sizes, compute_dtype
 from engine.settings import ObjectiveSettings, OptimizerSettings
 from engine.step import StepParts, forward_backward, forward_only
 from graphs.executor import BuildReport, make_executor
@@ -64,9 +65,12 @@ class Engine:
         eval_inputs: Inputs | None = None,
         training: bool = True,
     ) -> None:
-        """optimizer None: forward and backward only, no masters and moments. precision: bf16 | fp32. eval_inputs: static
-        inputs of the held-out data over the same buckets, where there is any. training False: evaluation steps only."""
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        """optimizer None: forward and backward only, no masters and moments. precision: bf16 | fp32 | fp8, of which evaluation
+        knows the first two: fp8 is evaluated in bf16, as it is used. eval_inputs: static inputs of the held-out data over the
+        same buckets, where there is any. training False: evaluation steps only. Raises ValueError where fp8 cannot be."""
+        if precision == "fp8":
+            check_fp8_sizes(config)
+        dtype = compute_dtype(precision)
         grad_dtype = (
             torch.bfloat16
             if dtype == torch.bfloat16 and (optimizer is None or optimizer.grad_dtype == "bf16")
@@ -74,7 +78,7 @@ class Engine:
         )
         self.config, self.device, self.precision = config, device, precision
         self.buckets = tuple(sorted(buckets, key=lambda bucket: bucket.tokens))
-        self.ops = select_ops(device, attention)
+        self.ops = select_ops(device, attention, precision)
         self.params = ParamArena(config, device, dtype=dtype, grad_dtype=grad_dtype, trainable=optimizer is not None)
         self.embed_tokens = target.embed_tokens.to(device, dtype)
         same = target.lm_head.data_ptr() == target.embed_tokens.data_ptr()
@@ -95,6 +99,12 @@ class Engine:
             recompute=recompute,
         )
         self.parts = StepParts(self.drafter, self.head, self.objective, self.ops, self.metrics, chunk_rows)
+        # What is trained is used in bf16, so that is how it is evaluated.
+        evaluated = self.parts
+        if precision == "fp8":
+            ops = select_ops(device, attention)
+            drafter = Drafter(config, self.params, self.embed_tokens, ops, max_positions=longest + config.block_size)
+            evaluated = replace(self.parts, drafter=drafter, ops=ops)
         self.optimizer: AdamW | None = None
         if optimizer is not None:
             o = optimizer
@@ -118,7 +128,7 @@ class Engine:
                 self.executor.add(f"train {bucket.name}", step)
         if eval_inputs is not None:
             for bucket in reversed(self.buckets):
-                forward = partial(forward_only, self.parts, eval_inputs(bucket), self.eval_metrics)
+                forward = partial(forward_only, evaluated, eval_inputs(bucket), self.eval_metrics)
                 self.executor.add(f"eval {bucket.name}", forward)
         if self.optimizer is not None:
             self.executor.add("update", self.optimizer.update)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from engine.mask import DraftMask
 from engine.ops.adamw_arenas import AdamWArenas
 from engine.ops.row_loss import RowLoss
 from engine.ops.weight import Weight
+from engine.precision import check_fp8_device
 
 # q [B, Q, H, E], context k, v [B, S, G, E], draft k, v [B, Q, G, E] -> o [B, Q, H, E]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -31,6 +32,7 @@ class Ops:
 
     name: str
     linear: Callable[[Tensor, Weight], Tensor]
+    draft_linear: Callable[[Tensor, Weight], Tensor]  # over all draft positions
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     norm_linear: Callable[[Tensor, Tensor | None, Weight, float, Weight], tuple[Tensor, Tensor]]
     norm_mlp: Callable[..., tuple[Tensor, Tensor]]
@@ -82,6 +84,7 @@ def reference_ops() -> Ops:
     return Ops(
         name="reference",
         linear=linear_ref,
+        draft_linear=linear_ref,
         add_rms_norm=add_rms_norm_ref,
         norm_linear=norm_linear_ref,
         norm_mlp=norm_mlp_ref,
@@ -94,8 +97,8 @@ def reference_ops() -> Ops:
     )
 
 
-def fused_ops(attention: str) -> Ops:
-    """cuBLAS and Triton; `attention` is a key of ATTENTIONS."""
+def fused_ops(attention: str, precision: str = "bf16") -> Ops:
+    """cuBLAS and Triton; `attention` is a key of ATTENTIONS. precision "fp8": in the matmuls over draft positions."""
     from engine.ops.adamw import adamw
     from engine.ops.frozen_head import frozen_head
     from engine.ops.linear import linear
@@ -106,9 +109,10 @@ def fused_ops(attention: str) -> Ops:
     from engine.ops.weigh_rows import weigh_rows
     from engine.ops.zero_padding import zero_padding
 
-    return Ops(
+    ops = Ops(
         name=attention,
         linear=linear,
+        draft_linear=linear,
         add_rms_norm=add_rms_norm,
         norm_linear=norm_linear,
         norm_mlp=norm_mlp,
@@ -119,16 +123,26 @@ def fused_ops(attention: str) -> Ops:
         adamw=adamw,
         attention=ATTENTIONS[attention],
     )
+    if precision != "fp8":
+        return ops
+    from engine.ops.linear_fp8 import linear_fp8
+    from engine.ops.norm_linear_fp8 import norm_linear_fp8
+    from engine.ops.norm_mlp_fp8 import norm_mlp_fp8
+
+    return replace(ops, draft_linear=linear_fp8, norm_linear=norm_linear_fp8, norm_mlp=norm_mlp_fp8)
 
 
-def select_ops(device: torch.device, attention: str = "auto") -> Ops:
-    """attention: auto | flex | triton | reference. Raises ValueError where the request cannot be met on this device."""
+def select_ops(device: torch.device, attention: str = "auto", precision: str = "bf16") -> Ops:
+    """attention: auto | flex | triton | reference. precision: bf16 and fp32 have the same operations, fp8 its own. Raises
+    ValueError where the request cannot be met on this device."""
     if attention not in ("auto", *ATTENTIONS):
         raise ValueError(f'expected attention "auto" or one of {sorted(ATTENTIONS)}, found "{attention}"')
+    if precision == "fp8":
+        check_fp8_device(device)
     if device.type == "cpu":
         if attention not in ("auto", "reference"):
             raise ValueError(
                 f'attention = "{attention}" needs a CUDA device, found cpu; set model.attention = "auto" or run on a GPU'
             )
         return reference_ops()
-    return fused_ops("triton" if attention == "auto" else attention)
+    return fused_ops("triton" if attention == "auto" else attention, precision)

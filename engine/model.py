@@ -119,7 +119,7 @@ class Drafter:
         o = attend(q, k_context, v_context, k, v)
         return ops.norm_mlp(
             stream,
-            ops.linear(rearrange(o, "b q h e -> (b q) (h e)"), layer["self_attn.o_proj"]),
+            ops.draft_linear(rearrange(o, "b q h e -> (b q) (h e)"), layer["self_attn.o_proj"]),
             layer["post_attention_layernorm"],
             eps,
             layer["gate_up"],

@@ -242,8 +242,10 @@ class RunSettings:
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "auto: CUDA if there is a device; cuda: refuse without one"
     )
-    precision: Literal["auto", "bf16", "fp32"] = setting(
-        "auto", "of the step's arithmetic; auto: bf16 on CUDA, fp32 on the CPU"
+    precision: Literal["auto", "bf16", "fp32", "fp8"] = setting(
+        "auto",
+        "of the step's arithmetic; auto: bf16 on CUDA, fp32 on the CPU; fp8: bf16, but e4m3 in the matmuls of the MLP and the "
+        "draft stream's q, k, v, o (compute capability 8.9 or newer); evaluation stays bf16, as inference is",
     )
     log_every: int = setting(10, "steps between two lines of metrics", low=1)
     eval_every: int = setting(

@@ -1,0 +1,54 @@
+"""Residual addition, RMSNorm and the projection behind it as one node, with all three matmuls in fp8. The normed input is kept
+as e4m3, one byte a number."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.ops.fp8_matmul import Fp8Operand, add_weight_gradient_, input_gradient, operand, product
+from engine.ops.fp8_rows import quantise_rows
+from engine.ops.rms_norm import norm_backward, norm_forward
+from engine.ops.weight import Weight
+
+
+class _NormLinearFp8(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        residual: Tensor,
+        delta: Tensor | None,
+        norm: Tensor,
+        norm_grad: Tensor,
+        eps: float,
+        value: Tensor,
+        grad: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        total, x, rstd = norm_forward(residual, delta, norm, eps)
+        x8, weight8 = quantise_rows(x), quantise_rows(value)
+        of_x, of_weight = operand(x8), operand(weight8)
+        ctx.save_for_backward(total, norm, rstd, of_x.turned, of_x.scale, of_weight.turned, of_weight.scale)
+        ctx.norm_grad, ctx.grad, ctx.has_delta = norm_grad, grad, delta is not None
+        ctx.set_materialize_grads(False)
+        return (residual.view_as(residual) if total is residual else total), product(x8, weight8, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, dtotal: Tensor | None, dy: Tensor | None):
+        total, norm, rstd, x_turned, x_scale, weight_turned, weight_scale = ctx.saved_tensors
+        assert dy is not None, "the projection of norm_linear is always used"
+        dy8 = quantise_rows(dy, weight_scale)
+        add_weight_gradient_(ctx.grad, dy8, weight_scale, Fp8Operand(x_turned, x_scale), dy.dtype)
+        dx = input_gradient(dy8, Fp8Operand(weight_turned, weight_scale), dy.dtype)
+        needs_dx = ctx.needs_input_grad[0] or (ctx.has_delta and ctx.needs_input_grad[1])
+        dtotal = norm_backward(dx, dtotal, total, Weight(norm, ctx.norm_grad), rstd, needs_dx=needs_dx)
+        return dtotal, (dtotal if ctx.has_delta else None), *[None] * 5
+
+
+def norm_linear_fp8(
+    residual_RD: Tensor, delta_RD: Tensor | None, norm: Weight, eps: float, weight: Weight
+) -> tuple[Tensor, Tensor]:
+    """(s, RMSNorm(s) W^T) of s = residual + delta; [R, D] and [R, O], multiples of 16. See norm_linear_fp8_ref.py.
+
+    Both inputs receive the same gradient tensor: neither branch may write to it.
+    """
+    return _NormLinearFp8.apply(residual_RD, delta_RD, norm.value, norm.grad, eps, weight.value, weight.grad)

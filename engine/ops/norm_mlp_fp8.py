@@ -1,0 +1,104 @@
+"""Residual addition, RMSNorm and the gated MLP as one node, with all six matmuls in fp8. Kept for the backward pass are the
+stream, [gate | up] in bf16 and the matmuls' inputs as e4m3 - or the stream alone (recompute)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.ops.fp8_matmul import Fp8Operand, add_weight_gradient_, input_gradient, operand, product
+from engine.ops.fp8_rows import Fp8Rows, quantise_rows, turned
+from engine.ops.fp8_swiglu import swiglu_backward_rows, swiglu_rows
+from engine.ops.rms_norm import norm_backward, norm_forward
+from engine.ops.weight import Weight
+
+
+class _NormMLPFp8(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        residual: Tensor,
+        delta: Tensor | None,
+        norm: Tensor,
+        norm_grad: Tensor,
+        eps: float,
+        gate_up: Tensor,
+        gate_up_grad: Tensor,
+        down: Tensor,
+        down_grad: Tensor,
+        drop: int,
+        recompute: bool,
+    ) -> tuple[Tensor, Tensor]:
+        total, x, rstd = norm_forward(residual, delta, norm, eps, drop)
+        down8 = quantise_rows(down)
+        kept, act8 = _to_activation(x, gate_up)
+        of_down = operand(down8)
+        ctx.save_for_backward(
+            total, norm, rstd, gate_up, of_down.turned, of_down.scale, *([] if recompute else [*kept, *_pair(act8)])
+        )
+        ctx.norm_grad, ctx.gate_up_grad, ctx.down_grad = norm_grad, gate_up_grad, down_grad
+        ctx.has_delta, ctx.drop, ctx.eps = delta is not None, drop, eps
+        ctx.set_materialize_grads(False)
+        return (residual.view_as(residual) if total is residual else total), product(act8, down8, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, dtotal: Tensor | None, dy: Tensor | None):
+        total, norm, rstd, gate_up, down_turned, down_scale, *kept = ctx.saved_tensors
+        assert dy is not None, "the output of norm_mlp is always used"
+        if not kept:
+            again, act8 = _to_activation(norm_forward(total, None, norm, ctx.eps)[1], gate_up)
+            kept = [*again, *_pair(act8)]
+        hidden, x_turned, x_scale, gate_up_turned, gate_up_scale, act, act_scale = kept
+        dy8 = quantise_rows(dy, down_scale)
+        dact = input_gradient(dy8, Fp8Operand(down_turned, down_scale), dy.dtype)
+        add_weight_gradient_(ctx.down_grad, dy8, down_scale, Fp8Operand(turned(act), act_scale), dy.dtype)
+        dhidden8 = swiglu_backward_rows(hidden, dact, gate_up_scale)
+        del dact
+        add_weight_gradient_(ctx.gate_up_grad, dhidden8, gate_up_scale, Fp8Operand(x_turned, x_scale), dy.dtype)
+        dx = input_gradient(dhidden8, Fp8Operand(gate_up_turned, gate_up_scale), dy.dtype)
+        needs_dx = ctx.needs_input_grad[0] or (ctx.has_delta and ctx.needs_input_grad[1])
+        dtotal = norm_backward(
+            dx, dtotal, total, Weight(norm, ctx.norm_grad), rstd, drop=ctx.drop, needs_dx=needs_dx
+        )
+        return dtotal, (dtotal if ctx.has_delta else None), *[None] * 9
+
+
+def _to_activation(x: Tensor, gate_up: Tensor) -> tuple[list[Tensor], Fp8Rows]:
+    """What the backward pass needs of the first matmul - [gate | up], x and the weight - and the quantised activation."""
+    x8, gate_up8 = quantise_rows(x), quantise_rows(gate_up)
+    hidden = product(x8, gate_up8, x.dtype, fast=True)
+    return [hidden, turned(x8.values), x8.scale, turned(gate_up8.values), gate_up8.scale], swiglu_rows(hidden)
+
+
+def _pair(rows: Fp8Rows) -> tuple[Tensor, Tensor]:
+    return rows.values, rows.scale
+
+
+def norm_mlp_fp8(
+    residual_RD: Tensor,
+    delta_RD: Tensor | None,
+    norm: Weight,
+    eps: float,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    drop_first_of: int = 0,
+    recompute: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Same contract as norm_mlp_fp8_ref; D and inter multiples of 16. recompute: one matmul more backward, less kept.
+
+    Both inputs receive the same gradient tensor: neither branch may write to it.
+    """
+    return _NormMLPFp8.apply(
+        residual_RD,
+        delta_RD,
+        norm.value,
+        norm.grad,
+        eps,
+        gate_up.value,
+        gate_up.grad,
+        down.value,
+        down.grad,
+        drop_first_of,
+        recompute,
+    )
