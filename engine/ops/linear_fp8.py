@@ -17,15 +17,16 @@ class _LinearFp8(torch.autograd.Function):
         of_x, of_weight = operand(x8), operand(weight8)
         ctx.save_for_backward(of_x.turned, of_x.scale, of_weight.turned, of_weight.scale)
         ctx.grad = grad
-        return product(x8, weight8, fast=True)
+        return product(x8, weight8, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, None, None]:
         x_turned, x_scale, weight_turned, weight_scale = ctx.saved_tensors
         dy8 = quantise_rows(dy, weight_scale)
-        add_weight_gradient_(ctx.grad, dy8, weight_scale, Fp8Operand(x_turned, x_scale))
-        dx = input_gradient(dy8, Fp8Operand(weight_turned, weight_scale)) if ctx.needs_input_grad[0] else None
-        return dx, None, None
+        add_weight_gradient_(ctx.grad, dy8, weight_scale, Fp8Operand(x_turned, x_scale), dy.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        return input_gradient(dy8, Fp8Operand(weight_turned, weight_scale), dy.dtype), None, None
 
 
 def linear_fp8(x_RI: Tensor, weight: Weight) -> Tensor:

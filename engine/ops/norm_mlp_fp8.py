@@ -57,9 +57,7 @@ class _NormMLPFp8(torch.autograd.Function):
         add_weight_gradient_(ctx.gate_up_grad, dhidden8, gate_up_scale, Fp8Operand(x_turned, x_scale), dy.dtype)
         dx = input_gradient(dhidden8, Fp8Operand(gate_up_turned, gate_up_scale), dy.dtype)
         needs_dx = ctx.needs_input_grad[0] or (ctx.has_delta and ctx.needs_input_grad[1])
-        dtotal = norm_backward(
-            dx, dtotal, total, Weight(norm, ctx.norm_grad), rstd, drop=ctx.drop, needs_dx=needs_dx
-        )
+        dtotal = norm_backward(dx, dtotal, total, Weight(norm, ctx.norm_grad), rstd, drop=ctx.drop, needs_dx=needs_dx)
         return dtotal, (dtotal if ctx.has_delta else None), *[None] * 9
 
 

@@ -13,6 +13,7 @@ from buffers.batching import batch_specs
 from buffers.shapes import Bucket
 from engine.drafter_config import DrafterConfig
 from engine.engine import Engine
+from engine.precision import compute_dtype
 from engine.settings import ObjectiveSettings, OptimizerSettings
 from graphs.executor import BuildReport
 from tests.drafter_helpers import make_batch, random_sample, random_target, random_weights, small_config
@@ -100,7 +101,7 @@ def assemble(
     evaluate: bool = False,
 ) -> Built:
     """An engine with random weights, not captured yet; the chunks of its head are uneven. Close it."""
-    inputs = StaticInputs(config, buckets, torch.bfloat16 if precision == "bf16" else torch.float32)
+    inputs = StaticInputs(config, buckets, compute_dtype(precision))
     engine = Engine(
         config,
         random_target(config),

@@ -41,12 +41,18 @@ KINDS: dict[str, dict[str, Any]] = {
         "objective": ObjectiveSettings(weighting="dpace"),
         "evaluate": True,
     },
+    "fp8": {
+        "config": medium_config(),
+        "buckets": BUCKETS,
+        "precision": "fp8",
+        "attention": "triton",
+    },
 }
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def built(request: pytest.FixtureRequest) -> Iterator[Built]:
-    made = build(attention=request.param, **KINDS[request.param])
+    made = build(**({"attention": request.param} | KINDS[request.param]))
     yield made
     made.engine.close()
 
