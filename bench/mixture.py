@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.subjects import Subject, compute_dtype, refuse_soft_labels
+from bench.subjects import Subject, refuse_soft_labels
 from bench.workloads import RandomInputs, Workload
 from buffers.batching import Batch
 from engine.assemble import engine_options, resolve_precision
 from engine.bucketing import batches_for, context_seen, plan_for
 from engine.engine import Engine
+from engine.precision import compute_dtype
 from engine.settings import Settings
 
 _SHORTEST = 16

@@ -26,8 +26,9 @@ from engine.assemble import resolve_device
 from engine.reports import make_console, print_table
 from engine.settings import Settings
 
-# L2 distance of the whole gradient, relative: bf16 rounds at other places when it is compiled, fp32 sums in another order.
-TOLERANCE = {"bf16": 0.05, "fp32": 1e-4}
+# L2 distance of the whole gradient, relative: bf16 rounds at other places when it is compiled, fp32 sums in another order, fp8
+# is compared with a step in bf16.
+TOLERANCE = {"bf16": 0.05, "fp32": 1e-4, "fp8": 0.25}
 
 
 def run(

@@ -29,6 +29,7 @@ from engine.assemble import (
 from engine.bucketing import context_seen
 from engine.data_source import open_data
 from engine.engine import Engine
+from engine.precision import compute_dtype
 from engine.settings import Settings
 from engine.settings_fields import SettingsError
 from graphs.executor import BuildReport
@@ -151,11 +152,6 @@ def trained_from_disk(
             yield DatasetSubjects(engine, inputs, reports, tuple(plan.epoch(0)))
         finally:
             engine.close()
-
-
-def compute_dtype(precision: str) -> torch.dtype:
-    """Of weights, inputs and activations."""
-    return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def refuse_soft_labels(settings: Settings) -> None:

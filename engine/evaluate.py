@@ -28,6 +28,7 @@ from engine.engine import Engine
 from engine.export import load_trained
 from engine.hf_decoding import load_decoding_target
 from engine.plots import plot_evaluation, require_plot
+from engine.precision import compute_dtype
 from engine.prompts import ByteTokenizer, HFTokenizer, read_prompts
 from engine.reports import make_console
 from engine.settings import Settings
@@ -78,8 +79,8 @@ class _Decoder:
             self.target, tokenizer = load_target(EMBEDDED_TARGET, device, torch.float32), ByteTokenizer()
         else:
             precision = resolve_precision(settings.run.precision, device)
-            dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-            self.target, tokenizer = load_decoding_target(request.target, device, dtype), HFTokenizer(request.target)
+            self.target = load_decoding_target(request.target, device, compute_dtype(precision))
+            tokenizer = HFTokenizer(request.target)
         self.drafter: Drafter = drafter_for(config, weights, self.target)
         if request.prompts is not None:
             self.prompts = read_prompts(request.prompts, tokenizer, self.target.sizes[1])
