@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.ops.fp8_matmul import Fp8Operand, add_weight_gradient_, input_gradient, operand, product
+from engine.ops.fp8_norm import norm_rows
 from engine.ops.fp8_rows import quantise_rows
-from engine.ops.rms_norm import norm_backward, norm_forward
+from engine.ops.rms_norm import norm_backward
 from engine.ops.weight import Weight
 
 
@@ -24,13 +25,14 @@ class _NormLinearFp8(torch.autograd.Function):
         value: Tensor,
         grad: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        total, x, rstd = norm_forward(residual, delta, norm, eps)
-        x8, weight8 = quantise_rows(x), quantise_rows(value)
+        total, x8, rstd = norm_rows(residual, delta, norm, eps)
+        weight8 = quantise_rows(value)
         of_x, of_weight = operand(x8), operand(weight8)
         ctx.save_for_backward(total, norm, rstd, of_x.turned, of_x.scale, of_weight.turned, of_weight.scale)
         ctx.norm_grad, ctx.grad, ctx.has_delta = norm_grad, grad, delta is not None
         ctx.set_materialize_grads(False)
-        return (residual.view_as(residual) if total is residual else total), product(x8, weight8, x.dtype, fast=True)
+        y = product(x8, weight8, total.dtype, fast=True)
+        return (residual.view_as(residual) if total is residual else total), y
 
     @staticmethod
     def backward(ctx, dtotal: Tensor | None, dy: Tensor | None):

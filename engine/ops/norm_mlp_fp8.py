@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from engine.ops.fp8_matmul import Fp8Operand, add_weight_gradient_, input_gradient, operand, product
+from engine.ops.fp8_norm import norm_rows
 from engine.ops.fp8_rows import Fp8Rows, quantise_rows, turned
 from engine.ops.fp8_swiglu import swiglu_backward_rows, swiglu_rows
-from engine.ops.rms_norm import norm_backward, norm_forward
+from engine.ops.rms_norm import norm_backward
 from engine.ops.weight import Weight
 
 
@@ -29,9 +30,9 @@ class _NormMLPFp8(torch.autograd.Function):
         drop: int,
         recompute: bool,
     ) -> tuple[Tensor, Tensor]:
-        total, x, rstd = norm_forward(residual, delta, norm, eps, drop)
+        total, x8, rstd = norm_rows(residual, delta, norm, eps, drop)
         down8 = quantise_rows(down)
-        kept, act8 = _to_activation(x, gate_up)
+        kept, act8 = _to_activation(x8, gate_up)
         of_down = operand(down8)
         ctx.save_for_backward(
             total, norm, rstd, gate_up, of_down.turned, of_down.scale, *([] if recompute else [*kept, *_pair(act8)])
@@ -39,14 +40,15 @@ class _NormMLPFp8(torch.autograd.Function):
         ctx.norm_grad, ctx.gate_up_grad, ctx.down_grad = norm_grad, gate_up_grad, down_grad
         ctx.has_delta, ctx.drop, ctx.eps = delta is not None, drop, eps
         ctx.set_materialize_grads(False)
-        return (residual.view_as(residual) if total is residual else total), product(act8, down8, x.dtype, fast=True)
+        y = product(act8, down8, total.dtype, fast=True)
+        return (residual.view_as(residual) if total is residual else total), y
 
     @staticmethod
     def backward(ctx, dtotal: Tensor | None, dy: Tensor | None):
         total, norm, rstd, gate_up, down_turned, down_scale, *kept = ctx.saved_tensors
         assert dy is not None, "the output of norm_mlp is always used"
         if not kept:
-            again, act8 = _to_activation(norm_forward(total, None, norm, ctx.eps)[1], gate_up)
+            again, act8 = _to_activation(norm_rows(total, None, norm, ctx.eps)[1], gate_up)
             kept = [*again, *_pair(act8)]
         hidden, x_turned, x_scale, gate_up_turned, gate_up_scale, act, act_scale = kept
         dy8 = quantise_rows(dy, down_scale)
@@ -61,10 +63,10 @@ class _NormMLPFp8(torch.autograd.Function):
         return dtotal, (dtotal if ctx.has_delta else None), *[None] * 9
 
 
-def _to_activation(x: Tensor, gate_up: Tensor) -> tuple[list[Tensor], Fp8Rows]:
+def _to_activation(x8: Fp8Rows, gate_up: Tensor) -> tuple[list[Tensor], Fp8Rows]:
     """What the backward pass needs of the first matmul - [gate | up], x and the weight - and the quantised activation."""
-    x8, gate_up8 = quantise_rows(x), quantise_rows(gate_up)
-    hidden = product(x8, gate_up8, x.dtype, fast=True)
+    gate_up8 = quantise_rows(gate_up)
+    hidden = product(x8, gate_up8, gate_up.dtype, fast=True)
     return [hidden, turned(x8.values), x8.scale, turned(gate_up8.values), gate_up8.scale], swiglu_rows(hidden)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from engine.ops.fp8_norm import norm_rows
 from engine.ops.fp8_rows import quantise_rows, turned
 from engine.ops.fp8_rows_ref import quantise_rows_ref, turned_ref
 from engine.ops.linear_fp8 import linear_fp8
@@ -20,6 +21,7 @@ from engine.ops.norm_linear_fp8 import norm_linear_fp8
 from engine.ops.norm_linear_fp8_ref import norm_linear_fp8_ref
 from engine.ops.norm_mlp_fp8 import norm_mlp_fp8
 from engine.ops.norm_mlp_fp8_ref import norm_mlp_fp8_ref
+from engine.ops.rms_norm import norm_forward
 from engine.ops.weight import Weight
 from engine.settings import OptimizerSettings
 from tests.drafter_helpers import assert_same_bits
@@ -60,6 +62,22 @@ def test_bytes_are_those_of_the_definition(R: int, C: int, has_factor: bool) -> 
     assert_same_bytes(found.values, values)
     by_row = powers(R, 1, low=-12, seed=1) if has_factor else None
     assert_same_bytes(turned(values, by_row), turned_ref(values, by_row))
+
+
+@pytest.mark.parametrize("drop", [0, 4])
+@pytest.mark.parametrize("has_delta", [True, False])
+def test_norm_rows_are_the_quantised_rows_of_the_norm(has_delta: bool, drop: int) -> None:
+    residual, weight = uneven(36, 208, seed=0), random(208, seed=2)
+    delta = random(36, 208, seed=3) if has_delta else None
+    total, found, rstd = norm_rows(residual, delta, weight, 1e-6, drop)
+    expected_total, normed, expected_rstd = norm_forward(residual, delta, weight, 1e-6, drop)
+    assert torch.equal(total, expected_total)
+    torch.testing.assert_close(rstd, expected_rstd, rtol=1e-6, atol=0)
+    # The last bit of a norm may move a number across the middle between two e4m3 numbers, but nothing else.
+    expected = quantise_rows(normed)
+    assert torch.equal(found.scale, expected.scale)
+    assert (found.values.view(torch.uint8) != expected.values.view(torch.uint8)).float().mean() <= 1e-3
+    assert ((found.values.float() * found.scale - normed).abs() <= normed.abs() / 15 + 2.0**-9 * found.scale).all()
 
 
 def results(

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
+from engine.ops.fp8_norm import norm_rows
 from engine.ops.fp8_rows import quantise_rows, turned
 from engine.ops.fp8_rows_ref import quantise_rows_ref, turned_ref
 from engine.ops.fp8_swiglu import swiglu_backward_rows, swiglu_rows
@@ -22,6 +23,7 @@ from engine.ops.norm_linear_fp8 import norm_linear_fp8
 from engine.ops.norm_linear_fp8_ref import norm_linear_fp8_ref
 from engine.ops.norm_mlp_fp8 import norm_mlp_fp8
 from engine.ops.norm_mlp_fp8_ref import norm_mlp_fp8_ref
+from engine.ops.rms_norm import norm_forward
 from engine.ops.weight import Weight
 
 pytestmark = pytest.mark.usefixtures("one_thread", "right_casts")
@@ -94,6 +96,19 @@ def test_swiglu_rows(inter: int) -> None:
         # A value may fall to the other side of the middle between two e4m3 numbers, 1/8 apart.
         error = (found.values.float() - expected / scale).abs()
         assert (error <= (expected / scale).abs() / 15 + 2.0**-10).all()
+
+
+@pytest.mark.parametrize("drop", [0, 4])
+@pytest.mark.parametrize("has_delta", [True, False])
+def test_norm_rows_are_the_quantised_rows_of_the_norm(has_delta: bool, drop: int) -> None:
+    residual, weight = uneven(36, 208, seed=0), random(208, seed=2)
+    delta = random(36, 208, seed=3) if has_delta else None
+    total, found, rstd = norm_rows(residual, delta, weight, 1e-6, drop)
+    expected_total, normed, expected_rstd = norm_forward(residual, delta, weight, 1e-6, drop)
+    expected = quantise_rows(normed)
+    assert torch.equal(total, expected_total) and torch.equal(rstd, expected_rstd)
+    assert torch.equal(found.scale, expected.scale)
+    assert_same_bytes(found.values, expected.values)
 
 
 def results(
