@@ -29,7 +29,7 @@ from engine.engine import Engine
 from engine.export import load_drafter
 from engine.extract import extract_corpus
 from engine.kernels import fused_ops
-from engine.ops import fp8_rows, fp8_swiglu
+from engine.ops import fp8_norm, fp8_rows, fp8_swiglu
 from engine.ops.linear import linear
 from engine.ops.linear_fp8 import linear_fp8
 from engine.ops.norm_mlp import norm_mlp
@@ -126,72 +126,41 @@ def matmuls() -> list[dict[str, Any]]:
                     exact = (
                         (a8.values[some].double() @ b8.values[some].double().t()) * a8.scale[some] * b8.scale[some].t()
                     )
-                    row["error"] = relative(run()[some, some], exact)
-                    print(f"{'':47} sums' error {row['error']:.1e}", flush=True)
+                    found = run()[some, some].double()
+                    row["error"] = relative(found, exact)
+                    row["shrinks"] = 1 - float((found * exact).sum() / (exact * exact).sum())
+                    print(f"{'':47} sums' error {row['error']:.1e}, shrinks {row['shrinks']:.1e}", flush=True)
                 rows.append(row)
     return rows
 
 
 def kernels() -> list[dict[str, Any]]:
-    """Quantising, turning and SwiGLU in their variants."""
+    """What stands around the matmuls; bytes read and written once."""
     rows = []
-    for name, R, C, factor in (
-        ("x", ROWS, D, 0),
-        ("dy", ROWS, D, 1),
-        ("gate_up", 2 * INTER, D, 0),
-        ("down", D, INTER, 0),
+    for name, R, C in (("x", ROWS, D), ("gate_up", 2 * INTER, D), ("down", D, INTER), ("dhidden", ROWS, 2 * INTER)):
+        x = random(R, C)
+        rows.append(timed(f"quantise {name} {R}x{C}", partial(fp8_rows.quantise_rows, x), byte=3.0 * R * C))
+        x8 = fp8_rows.quantise_rows(x)
+        rows.append(timed(f"turn {name} {R}x{C}", partial(fp8_rows.turned, x8), byte=2.0 * R * C))
+    stream, delta, weight = random(ROWS, D), random(ROWS, D), random(D)
+    rows.append(timed("norm", partial(fp8_norm.norm_rows, stream, delta, weight, 1e-6), byte=7.0 * ROWS * D))
+    hidden, dact = random(ROWS, 2 * INTER), random(ROWS, INTER)
+    rows.append(timed("swiglu", partial(fp8_swiglu.swiglu_rows, hidden), byte=5.0 * ROWS * INTER))
+    for whole, block, warps in (
+        (True, 0, 16),
+        (True, 0, 32),
+        (False, 1024, 4),
+        (False, 2048, 4),
+        (False, 2048, 8),
+        (False, 4096, 8),
     ):
-        x, f = random(R, C), torch.ones(C, device="cuda") if factor else None
-        for warps in (4, 8, 16):
-            rows.append(
-                timed(
-                    f"quantise {name} {R}x{C} {warps} warps",
-                    partial(fp8_rows.quantise_rows, x, f, warps=warps),
-                    byte=3.0 * R * C,
-                )
-            )
-    for name, R, C, factor in (
-        ("x", ROWS, D, 0),
-        ("act", ROWS, INTER, 0),
-        ("gate_up", 2 * INTER, D, 0),
-        ("dhidden", ROWS, 2 * INTER, 1),
-    ):
-        x8 = fp8_rows.quantise_rows(random(R, C))
-        f = torch.ones(R, 1, device="cuda") if factor else None
-        tiles = [
-            ("bytes", fp8_rows.turned, t)
-            for t in ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8))
-        ]
-        tiles += [
-            ("words", fp8_rows.turned_words, t)
-            for t in ((16, 32, 4), (32, 16, 4), (32, 32, 4), (32, 32, 8), (64, 32, 8))
-        ]
-        for how, kernel, (a, b, w) in tiles:
-            rows.append(
-                timed(
-                    f"turn {name} {R}x{C} {how} {a}x{b} {w} warps",
-                    partial(kernel, x8.values, f, rows=a, columns=b, warps=w),
-                    byte=2.0 * R * C,
-                )
-            )
-    hidden, dact, ones = random(ROWS, 2 * INTER), random(ROWS, INTER), torch.ones(2 * INTER, device="cuda")
-    shapes = [(True, 0, w) for w in (8, 16, 32)]
-    shapes += [(False, b, w) for b, w in ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16))]
-    for whole, block, warps in shapes:
-        how = f"{'whole row' if whole else f'twice {block}'} {warps} warps"
-        options: dict[str, Any] = {"whole": whole, "block": block, "warps": warps}
-        rows.append(timed(f"swiglu {how}", partial(fp8_swiglu.swiglu_rows, hidden, **options), byte=5.0 * ROWS * INTER))
-        rows.append(
-            timed(
-                f"swiglu backward {how}",
-                partial(fp8_swiglu.swiglu_backward_rows, hidden, dact, ones, **options),
-                byte=8.0 * ROWS * INTER,
-            )
-        )
+        step = partial(fp8_swiglu.swiglu_backward_rows, hidden, dact, whole=whole, block=block, warps=warps)
+        how = f"whole {warps} warps" if whole else f"twice {block} {warps} warps"
+        rows.append(timed(f"swiglu backward {how}", step, byte=8.0 * ROWS * INTER))
     grad, product = random(2 * INTER, D), random(2 * INTER, D)
-    rows.append(timed("add to the gradient arena, gate_up", lambda: grad.add_(product), byte=6.0 * grad.numel()))
+    rows.append(timed("add to the gradient arena, gate_up", partial(grad.add_, product), byte=6.0 * grad.numel()))
     copied = torch.empty_like(hidden)
-    rows.append(timed("copy", lambda: copied.copy_(hidden), byte=4.0 * hidden.numel()))
+    rows.append(timed("copy", partial(copied.copy_, hidden), byte=4.0 * hidden.numel()))
     return rows
 
 

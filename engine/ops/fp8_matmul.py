@@ -1,54 +1,30 @@
-"""The three matmuls of a linear map in fp8, by cuBLAS: every row of either operand has its own scale, sums are fp32."""
+"""The three matmuls of a linear map in fp8, by cuBLAS. Measured on an H200 at W2's shapes: 1340 to 1500 TFLOP/s, where bf16
+reaches 660 to 820."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.ops.fp8_rows import Fp8Rows, turned
+from engine.ops.fp8_rows import Fp8Rows, Fp8Turned
 
 
-@dataclass(frozen=True)
-class Fp8Operand:
-    """What the backward pass needs of a matrix: its transpose, and the scales that it had by rows.
-
-    turned: e4m3 [C, R rounded up to 16]. scale: fp32 [R, 1]: the scales stand along the turned matrix's last axis, inside
-    the sum, so they are moved to the other operand.
-    """
-
-    turned: Tensor
-    scale: Tensor
+def product(x: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> Tensor:
+    """x W^T: [R, I] and [O, I] -> [R, O] in `dtype` (bf16 on the GPU)."""
+    return _rows_product(x, weight.values, weight.scale.view(1, -1), dtype)
 
 
-def operand(x: Fp8Rows) -> Fp8Operand:
-    """Of a quantised matrix."""
-    return Fp8Operand(turned(x.values), x.scale)
+def input_gradient(dy: Fp8Rows, weight: Fp8Turned, dtype: torch.dtype) -> Tensor:
+    """dy W: [R, O] and the turned [I, O] -> [R, I]."""
+    scale = weight.scale.expand(1, len(weight.values)).contiguous()
+    return _rows_product(dy, weight.values, scale, dtype)
 
 
-def product(a: Fp8Rows, b: Fp8Rows, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """a b^T: [M, K] and [N, K] -> [M, N] in `dtype` (bf16 on the GPU). fast: sums with the 14 bits of Hopper's fp8 unit all
-    the way."""
-    return torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale.view(1, -1), out_dtype=dtype, use_fast_accum=fast)
+def add_weight_gradient_(grad_OI: Tensor, dy: Fp8Turned, x: Fp8Turned, dtype: torch.dtype) -> None:
+    """grad += dy^T x, rounded to `dtype` on the way. Sums in fp32 all the way: with one scale an operand it costs nothing."""
+    grad_OI.add_(torch._scaled_mm(dy.values, x.values.t(), dy.scale, x.scale, out_dtype=dtype))
 
 
-def unscaled(values: Tensor) -> Fp8Rows:
-    """Rows whose scales have been moved elsewhere."""
-    return Fp8Rows(values, torch.ones(len(values), 1, device=values.device, dtype=torch.float32))
-
-
-def input_gradient(dy_by_weight: Fp8Rows, weight: Fp8Operand, dtype: torch.dtype) -> Tensor:
-    """dy W. dy_by_weight: dy times the weight's scales, [R, O], quantised."""
-    return product(dy_by_weight, unscaled(weight.turned), dtype)
-
-
-def add_weight_gradient_(
-    grad_OI: Tensor, dy_by_weight: Fp8Rows, weight_scale_O1: Tensor, x: Fp8Operand, dtype: torch.dtype
-) -> None:
-    """grad += dy^T x. The rows' scales of dy and x, which stand inside the sum, go into the bytes of dy^T, relative to the
-    largest: rows far below it round again, to what is as small beside the others."""
-    scale_R1 = dy_by_weight.scale * x.scale
-    largest = scale_R1.amax()
-    dy_OR = Fp8Rows(turned(dy_by_weight.values, scale_R1 / largest), largest / weight_scale_O1)
-    grad_OI.add_(product(dy_OR, unscaled(x.turned), dtype))
+def _rows_product(a: Fp8Rows, b_NK: Tensor, scale_1N: Tensor, dtype: torch.dtype) -> Tensor:
+    # Sums with the fp8 unit's 14 bits: an error of 2e-3 to 4e-3, beside 4e-2 of the quantising, for 7 % of the time.
+    return torch._scaled_mm(a.values, b_NK.t(), a.scale, scale_1N, out_dtype=dtype, use_fast_accum=True)

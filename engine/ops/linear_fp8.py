@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.ops.fp8_matmul import Fp8Operand, add_weight_gradient_, input_gradient, operand, product
-from engine.ops.fp8_rows import quantise_rows
+from engine.ops.fp8_matmul import add_weight_gradient_, input_gradient, product
+from engine.ops.fp8_rows import Fp8Turned, quantise_rows, turned
 from engine.ops.weight import Weight
 
 
@@ -14,19 +14,19 @@ class _LinearFp8(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, value: Tensor, grad: Tensor) -> Tensor:
         x8, weight8 = quantise_rows(x), quantise_rows(value)
-        of_x, of_weight = operand(x8), operand(weight8)
-        ctx.save_for_backward(of_x.turned, of_x.scale, of_weight.turned, of_weight.scale)
+        of_x, of_weight = turned(x8), turned(weight8)
+        ctx.save_for_backward(of_x.values, of_x.scale, of_weight.values, of_weight.scale)
         ctx.grad = grad
-        return product(x8, weight8, x.dtype, fast=True)
+        return product(x8, weight8, x.dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, None, None]:
-        x_turned, x_scale, weight_turned, weight_scale = ctx.saved_tensors
-        dy8 = quantise_rows(dy, weight_scale)
-        add_weight_gradient_(ctx.grad, dy8, weight_scale, Fp8Operand(x_turned, x_scale), dy.dtype)
+        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        dy8 = quantise_rows(dy)
+        add_weight_gradient_(ctx.grad, turned(dy8), Fp8Turned(x, x_scale), dy.dtype)
         if not ctx.needs_input_grad[0]:
             return None, None, None
-        return input_gradient(dy8, Fp8Operand(weight_turned, weight_scale), dy.dtype), None, None
+        return input_gradient(dy8, Fp8Turned(weight, weight_scale), dy.dtype), None, None
 
 
 def linear_fp8(x_RI: Tensor, weight: Weight) -> Tensor:

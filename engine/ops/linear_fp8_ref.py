@@ -20,22 +20,14 @@ class _LinearFp8Ref(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
-        dx, dweight = linear_backward_ref(dy, *ctx.saved_tensors)
-        ctx.grad.add_(dweight)
-        return dx, None, None
-
-
-def linear_backward_ref(
-    dy: Tensor, x8: Tensor, x_scale: Tensor, weight8: Tensor, weight_scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """dx [R, I] and dW [O, I] from dy [R, O] and the quantised x [R, I] and W [O, I]."""
-    # The weight's scales lie inside the sum over O, x's inside the sum over R: dy takes both.
-    dy8, dy_scale = quantise_rows_ref(dy, weight_scale.flatten())
-    dx = (dy8.float() @ weight8.float()) * dy_scale
-    scale = dy_scale * x_scale
-    dy8_OR = turned_ref(dy8, scale / scale.amax())[:, : len(dy)]
-    dweight = (dy8_OR.float() @ x8.float()) * (scale.amax() / weight_scale)
-    return dx.to(dy.dtype), dweight.to(dy.dtype)
+        x8, x_scale, weight8, weight_scale = ctx.saved_tensors
+        dy8, dy_scale = quantise_rows_ref(dy)
+        weight_IO, one_weight_scale = turned_ref(weight8, weight_scale)
+        dx = (dy8.float() @ weight_IO.float()[:, : dy.shape[1]].t()) * (dy_scale * one_weight_scale)
+        (dy_OR, one_dy_scale), (x_IR, one_x_scale) = turned_ref(dy8, dy_scale), turned_ref(x8, x_scale)
+        dweight = (dy_OR.float() @ x_IR.float().t()) * (one_dy_scale * one_x_scale)
+        ctx.grad.add_(dweight.to(dy.dtype))
+        return dx.to(dy.dtype), None, None
 
 
 def linear_fp8_ref(x_RI: Tensor, weight: Weight) -> Tensor:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.ops.fp8_matmul import Fp8Operand, add_weight_gradient_, input_gradient, operand, product
+from engine.ops.fp8_matmul import add_weight_gradient_, input_gradient, product
 from engine.ops.fp8_norm import norm_rows
-from engine.ops.fp8_rows import Fp8Rows, quantise_rows, turned
+from engine.ops.fp8_rows import Fp8Rows, Fp8Turned, quantise_rows, turned
 from engine.ops.fp8_swiglu import swiglu_backward_rows, swiglu_rows
 from engine.ops.rms_norm import norm_backward
 from engine.ops.weight import Weight
@@ -31,47 +31,42 @@ class _NormMLPFp8(torch.autograd.Function):
         recompute: bool,
     ) -> tuple[Tensor, Tensor]:
         total, x8, rstd = norm_rows(residual, delta, norm, eps, drop)
-        down8 = quantise_rows(down)
         kept, act8 = _to_activation(x8, gate_up)
-        of_down = operand(down8)
-        ctx.save_for_backward(
-            total, norm, rstd, gate_up, of_down.turned, of_down.scale, *([] if recompute else [*kept, *_pair(act8)])
-        )
+        down8 = quantise_rows(down)
+        of_down = turned(down8)
+        ctx.save_for_backward(total, norm, rstd, gate_up, of_down.values, of_down.scale, *([] if recompute else kept))
         ctx.norm_grad, ctx.gate_up_grad, ctx.down_grad = norm_grad, gate_up_grad, down_grad
         ctx.has_delta, ctx.drop, ctx.eps = delta is not None, drop, eps
         ctx.set_materialize_grads(False)
-        y = product(act8, down8, total.dtype, fast=True)
+        y = product(act8, down8, total.dtype)
         return (residual.view_as(residual) if total is residual else total), y
 
     @staticmethod
     def backward(ctx, dtotal: Tensor | None, dy: Tensor | None):
-        total, norm, rstd, gate_up, down_turned, down_scale, *kept = ctx.saved_tensors
+        total, norm, rstd, gate_up, down, down_scale, *kept = ctx.saved_tensors
         assert dy is not None, "the output of norm_mlp is always used"
         if not kept:
-            again, act8 = _to_activation(norm_rows(total, None, norm, ctx.eps)[1], gate_up)
-            kept = [*again, *_pair(act8)]
-        hidden, x_turned, x_scale, gate_up_turned, gate_up_scale, act, act_scale = kept
-        dy8 = quantise_rows(dy, down_scale)
-        dact = input_gradient(dy8, Fp8Operand(down_turned, down_scale), dy.dtype)
-        add_weight_gradient_(ctx.down_grad, dy8, down_scale, Fp8Operand(turned(act), act_scale), dy.dtype)
-        dhidden8 = swiglu_backward_rows(hidden, dact, gate_up_scale)
+            kept, _ = _to_activation(norm_rows(total, None, norm, ctx.eps)[1], gate_up)
+        hidden, x, x_scale, gate_up8, gate_up_scale, act, act_scale = kept
+        dy8 = quantise_rows(dy)
+        dact = input_gradient(dy8, Fp8Turned(down, down_scale), dy.dtype)
+        add_weight_gradient_(ctx.down_grad, turned(dy8), turned(Fp8Rows(act, act_scale)), dy.dtype)
+        dhidden8 = swiglu_backward_rows(hidden, dact)
         del dact
-        add_weight_gradient_(ctx.gate_up_grad, dhidden8, gate_up_scale, Fp8Operand(x_turned, x_scale), dy.dtype)
-        dx = input_gradient(dhidden8, Fp8Operand(gate_up_turned, gate_up_scale), dy.dtype)
+        add_weight_gradient_(ctx.gate_up_grad, turned(dhidden8), Fp8Turned(x, x_scale), dy.dtype)
+        dx = input_gradient(dhidden8, Fp8Turned(gate_up8, gate_up_scale), dy.dtype)
         needs_dx = ctx.needs_input_grad[0] or (ctx.has_delta and ctx.needs_input_grad[1])
         dtotal = norm_backward(dx, dtotal, total, Weight(norm, ctx.norm_grad), rstd, drop=ctx.drop, needs_dx=needs_dx)
         return dtotal, (dtotal if ctx.has_delta else None), *[None] * 9
 
 
 def _to_activation(x8: Fp8Rows, gate_up: Tensor) -> tuple[list[Tensor], Fp8Rows]:
-    """What the backward pass needs of the first matmul - [gate | up], x and the weight - and the quantised activation."""
+    """What the backward pass needs - [gate | up], the turned input and weight, the activation - and the activation."""
     gate_up8 = quantise_rows(gate_up)
-    hidden = product(x8, gate_up8, gate_up.dtype, fast=True)
-    return [hidden, turned(x8.values), x8.scale, turned(gate_up8.values), gate_up8.scale], swiglu_rows(hidden)
-
-
-def _pair(rows: Fp8Rows) -> tuple[Tensor, Tensor]:
-    return rows.values, rows.scale
+    hidden = product(x8, gate_up8, gate_up.dtype)
+    act8, of_x, of_gate_up = swiglu_rows(hidden), turned(x8), turned(gate_up8)
+    kept = [hidden, of_x.values, of_x.scale, of_gate_up.values, of_gate_up.scale, act8.values, act8.scale]
+    return kept, act8
 
 
 def norm_mlp_fp8(
