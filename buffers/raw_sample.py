@@ -60,7 +60,7 @@ def raw_sample(values: Mapping[str, object], *, ids: str, mask: str, hidden: str
         raise ValueError(f"expected at least one token, found none in {ids}")
     loss_mask = _tensor(values, mask, _MASK_DTYPES, 1)
     states = {hidden: _tensor(values, hidden, HIDDEN_DTYPES, 2)}
-    if last in values:
+    if values.get(last) is not None:
         states[last] = _tensor(values, last, HIDDEN_DTYPES, 2)
     for name, tensor in {mask: loss_mask, **states}.items():
         if len(tensor) != length:

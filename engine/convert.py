@@ -7,8 +7,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from buffers.dataset import Dataset, load_target_tensors
 from buffers.dataset_writer import SHARD_TOKENS, DatasetWriter
 from buffers.foreign import ForeignDataset
@@ -16,9 +14,8 @@ from buffers.manifest import MANIFEST, TARGET_FILE, UNFINISHED, DatasetInfo
 from buffers.raw_sample import RawSample, measure
 from engine.data_source import open_data
 from engine.reports import make_console
+from engine.sample_progress import SampleProgress
 from engine.settings import Settings
-
-_EVERY_S = 10.0
 
 
 def convert_dataset(source: Path, out: Path, settings: Settings, *, shard_tokens: int = SHARD_TOKENS) -> dict[str, Any]:
@@ -86,7 +83,7 @@ def _write(dataset: ForeignDataset, out: Path, settings: Settings, shard_tokens:
     if kept:
         console.print(f"going on after {kept} of {len(dataset)} samples that {out} has in whole shards")
     has_target = _write_target(Path(settings.data.target), out, writer)
-    with _Progress(len(dataset), kept, "converting") as progress:
+    with SampleProgress(len(dataset), kept, "converting") as progress:
         for i in range(kept, len(dataset)):
             sample = dataset.sample(i)
             writer.add(sample.input_ids, sample.loss_mask, sample.hidden_states, sample.last_hidden)
@@ -141,35 +138,3 @@ def _compare(source: ForeignDataset, written: Dataset) -> None:
             raise ValueError(
                 f"{written.path}: expected sample {i} to be {source.name(i)}, found another. Remove it and convert again."
             )
-
-
-class _Progress:
-    """A bar on a terminal's stderr; elsewhere a line now and then."""
-
-    def __init__(self, total: int, done: int, what: str) -> None:
-        self._console = make_console(stderr=True)
-        self._total, self._done, self._what = total, done, what
-        self._next_s = time.monotonic() + _EVERY_S
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task(what, total=total, completed=done)
-
-    def advance(self) -> None:
-        self._done += 1
-        self._bar.advance(self._task)
-        if not self._console.is_terminal and time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + _EVERY_S
-            self._console.print(f"{self._what}: {self._done} of {self._total} samples")
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *ended: object) -> None:
-        self._bar.stop()

@@ -21,6 +21,7 @@ from engine.assemble import norm_eps, refuse_unreproduced, text_config
 from engine.data_source import ScanProgress, facts_from
 from engine.reading_checks import check_layer_ids, check_norm, some_positions
 from engine.reports import make_console
+from engine.sample_progress import SampleProgress
 from engine.settings import Settings
 
 # Fewer supervised tokens leave no place for an anchor.
@@ -148,7 +149,13 @@ def _count_not_finite(data: SampleSource | ForeignFolder | None) -> int:
         assert isinstance(data, Dataset)
         data.verify()
         samples = map(data.sample, range(len(data)))
-    return sum(not all(all_finite(h) for h in (s.hidden_states, s.last_hidden) if h is not None) for s in samples)
+        usable = list(range(len(data)))
+    count = 0
+    with SampleProgress(len(usable), 0, "reading") as progress:
+        for sample in samples:
+            count += not all(all_finite(h) for h in (sample.hidden_states, sample.last_hidden) if h is not None)
+            progress.advance()
+    return count
 
 
 def _checks(dataset: SampleSource | None, target: str, recorded: str | None) -> dict[str, Any]:

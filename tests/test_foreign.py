@@ -78,7 +78,7 @@ def test_content_is_recognised_whatever_the_names(name: str, target: Path, tmp_p
 
 
 def unsqueezed(values: dict[str, Any], sample: dict[str, Any]) -> dict[str, Any]:
-    return {name: tensor[None] for name, tensor in values.items()}
+    return {name: tensor[None] for name, tensor in values.items()} | {"target_last_hidden_states": None}
 
 
 def with_last_hidden(values: dict[str, Any], sample: dict[str, Any]) -> dict[str, Any]:
