@@ -16,8 +16,8 @@ from bench.mixture import Mixture, mixture_for
 from bench.timing import provenance, write_result
 from engine.assemble import resolve_device
 from engine.extract_options import ExtractOptions
-from engine.hf_decoding import import_transformers
 from engine.hf_extract import extract_dataset
+from engine.hf_target import import_transformers
 from engine.reports import make_console, print_table
 from engine.settings import Settings
 from engine.train import train

@@ -11,7 +11,7 @@ from buffers.manifest import sha256
 from engine.bytes_vocab import MASK_TOKEN_ID, VOCAB_SIZE
 from engine.chat_tokens import ByteTokens, ChatTokens
 from engine.drafter_config import default_target_layer_ids
-from engine.hf_decoding import import_transformers
+from engine.hf_target import import_transformers
 
 BYTES = "bytes"
 

@@ -8,15 +8,14 @@ read; such targets can be trained for, but not decoded with here.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.assemble import refuse_unreproduced
+from engine.hf_target import HfTarget, import_transformers, load_hf_target
 
 _CROPPABLE = ("full_attention", "sliding_attention")
 
@@ -54,38 +53,37 @@ class HFCache:
 
 
 class HFDecodingTarget:
-    """The interface of engine.decode.DecodingTarget over a transformers model, which must be in eval mode."""
+    """The interface of engine.decode.DecodingTarget over a transformers model."""
 
-    def __init__(self, model: Any) -> None:
-        """Raises ValueError for a model whose cache, head or layers decoding cannot work with."""
-        self.model = model
-        config = model.config
-        refuse_uncroppable(config)
-        if getattr(model, "_is_stateful", False):
-            raise ValueError(_refusal(config, f"{type(model).__name__} keeps a recurrent state"))
-        refuse_unreproduced(config.get_text_config().to_dict())
-        head = model.get_output_embeddings()
-        if head is None or getattr(head, "bias", None) is not None or not head.weight.is_floating_point():
-            raise ValueError(
-                f"target {type(model).__name__}: expected an output head that is one matrix of floating-point numbers, found "
-                f"{'none' if head is None else head}. A drafter shares the target's head; decode with a target that has one."
-            )
-        self.embedding: Tensor = model.get_input_embeddings().weight
-        self.head_weight: Tensor = head.weight
-        self._layers = decoder_layers(model)
-        self._longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    def __init__(self, target: HfTarget) -> None:
+        """Raises ValueError for a model whose cache cannot be rolled back."""
+        self._target = target
+        model = target.model
+        refuse_uncroppable(model.config)
+        text = model.config.get_text_config()
+        self._longest = getattr(text, "max_position_embeddings", None)
         accepted = inspect.signature(model.forward).parameters
         self._has_logits_to_keep = "logits_to_keep" in accepted
         # transformers renames the argument from 5.24 on.
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"
         ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-        ends = config.get_text_config().eos_token_id if ends is None else ends
+        ends = text.eos_token_id if ends is None else ends
         self.eos_token_ids = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
 
     @property
+    def embedding(self) -> Tensor:
+        """[V, D]."""
+        return self._target.embed
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D]."""
+        return self._target.head
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
-        """Hidden size, vocabulary (the head's rows), layers."""
-        return self.embedding.shape[1], self.head_weight.shape[0], len(self._layers)
+        """Hidden size, vocabulary, layers."""
+        return self._target.hidden_size, self._target.vocab_size, len(self._target.layers)
 
     def new_cache(self, capacity: int) -> HFCache:
         """An empty cache. Raises ValueError when the model has no `capacity` positions."""
@@ -94,9 +92,7 @@ class HFDecodingTarget:
                 f"target: expected prompt, new tokens and one block in {self._longest} positions (max_position_embeddings), "
                 f"found {capacity}. Shorten the prompt or lower --max-new-tokens."
             )
-        from transformers import DynamicCache
-
-        return HFCache(DynamicCache())
+        return HFCache(import_transformers().DynamicCache())
 
     def extend(
         self, tokens_S: Tensor, cache: HFCache, tap_layer_ids: Sequence[int] = (), *, last_only: bool = False
@@ -105,63 +101,32 @@ class HFDecodingTarget:
         options: dict[str, Any] = {self._cache_name: cache.cache, "use_cache": True}
         if last_only and self._has_logits_to_keep:
             options["logits_to_keep"] = 1
-        with self._tapped(tap_layer_ids) as taps:
-            output = self.model(input_ids=tokens_S[None], **options)
+        with self._target.tapped(tap_layer_ids) as taps:
+            output = self._target.model(input_ids=tokens_S[None], **options)
         logits = output.logits[:, -1:] if last_only else output.logits
         joined = torch.cat([taps[i] for i in tap_layer_ids], dim=-1) if taps else logits[..., :0]
         return HFStep(logits, joined)
 
-    @contextmanager
-    def _tapped(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-        unknown = [i for i in layer_ids if not 0 <= i < len(self._layers)]
-        if unknown:
-            raise ValueError(
-                f"target_layer_ids: expected numbers in 0..{len(self._layers) - 1}, found {unknown}. The target has no such "
-                "layers."
-            )
-        taps: dict[int, Tensor] = {}
-
-        def tap(i: int) -> Any:
-            def keep(module: nn.Module, args: Any, output: Any) -> None:
-                taps[i] = output if isinstance(output, Tensor) else output[0]
-
-            return keep
-
-        handles = [self._layers[i].register_forward_hook(tap(i)) for i in layer_ids]
-        try:
-            yield taps
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def decoder_layers(model: Any) -> nn.ModuleList:
-    """The decoder's layers in order. Raises ValueError for a model that has them elsewhere than transformers' decoders."""
-    layers = getattr(model.get_decoder(), "layers", None)
-    expected = model.config.get_text_config().num_hidden_layers
-    if not isinstance(layers, nn.ModuleList) or len(layers) != expected:
-        raise ValueError(
-            f"target {type(model).__name__}: expected its {expected} decoder layers as `layers` of its decoder, found "
-            f"{type(layers).__name__}. Decode with a target that is built like Llama or Qwen3."
-        )
-    return layers
-
 
 def refuse_uncroppable(config: Any) -> None:
     """Raises ValueError naming what in a transformers config makes a cache that cannot be rolled back."""
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
+    transformers = import_transformers()
+    plain = {transformers.cache_utils.DynamicLayer, transformers.cache_utils.DynamicSlidingWindowLayer}
     text = config.get_text_config()
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_CROPPABLE))
     if kinds:
         raise ValueError(_refusal(config, f"layers of kind {', '.join(kinds)}"))
-    layers = {type(layer) for layer in DynamicCache(config=config).layers}
-    others = sorted(kind.__name__ for kind in layers - {DynamicLayer, DynamicSlidingWindowLayer})
+    layers = {type(layer) for layer in transformers.DynamicCache(config=config).layers}
+    others = sorted(kind.__name__ for kind in layers - plain)
     if others:
         raise ValueError(_refusal(config, f"a cache of {', '.join(others)}"))
     if getattr(text, "attention_chunk_size", None) is not None and not hasattr(text, "layer_types"):
         raise ValueError(_refusal(config, "chunked attention"))
+    # Of RWKV and xLSTM the config says nothing; transformers' own mark on the class does.
+    classes = getattr(transformers.AutoModelForCausalLM, "_model_mapping", {})
+    known: Any = classes.get(type(config), None)
+    if getattr(known, "_is_stateful", False):
+        raise ValueError(_refusal(config, f"a recurrent state in {known.__name__}"))
 
 
 def _refusal(config: Any, reason: str) -> str:
@@ -172,36 +137,14 @@ def _refusal(config: Any, reason: str) -> str:
 
 
 def load_decoding_target(name: str, device: torch.device, dtype: torch.dtype) -> HFDecodingTarget:
-    """The model in a folder or of a hub id, without gradients. Raises ValueError when it cannot be had or is refused."""
-    transformers = import_transformers()
+    """The model in a folder or of a hub id. Raises ValueError as engine.hf_target.load_hf_target does, and before any weight is
+    read for a cache that cannot be rolled back."""
     try:
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = import_transformers().AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise _unreadable(name, "config.json", error) from error
-    refuse_uncroppable(config)
-    refuse_unreproduced(config.get_text_config().to_dict())
-    # Its bars would stand between our lines.
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise _unreadable(name, "weights", error) from error
-    return HFDecodingTarget(model.to(device).requires_grad_(False).eval())
-
-
-def import_transformers() -> Any:
-    """The package. Raises ValueError naming the extra when it is not installed."""
-    try:
-        import transformers
-    except ImportError as error:
         raise ValueError(
-            "expected the package transformers for a Hugging Face target, found none; pip install 'dflash-engine[hf]'"
+            f"target {name}: expected a folder or hub id of a causal language model that transformers loads, found no readable "
+            f"config.json: {error}"
         ) from error
-    return transformers
-
-
-def _unreadable(name: str, what: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"target {name}: expected a folder or hub id of a causal language model that transformers loads, found no readable "
-        f"{what}: {error}"
-    )
+    refuse_uncroppable(config)
+    return HFDecodingTarget(load_hf_target(name, device, dtype))

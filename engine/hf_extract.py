@@ -23,8 +23,7 @@ from engine.assemble import resolve_device, resolve_precision
 from engine.extract_options import ExtractOptions, choose_layers, choose_mask_token, load_tokenizer, source_of
 from engine.extract_reader import Progress, Reader, Window
 from engine.extract_tally import Tally, TargetLoss, left_out_lines, warnings_about
-from engine.hf_decoding import import_transformers
-from engine.hf_target import HfTarget, load_hf_target
+from engine.hf_target import HfTarget, import_transformers, load_hf_target
 from engine.reports import make_console
 from engine.window_states import States, run_window
 

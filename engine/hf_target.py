@@ -7,7 +7,8 @@ normed one only.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.assemble import norm_eps, refuse_unreproduced, text_config
-from engine.hf_decoding import import_transformers
 
 PROBE_TOKENS = 16
 # What the drafter takes its sizes from; a config.json may leave them to its architecture's defaults.
@@ -65,6 +65,19 @@ class HfTarget:
         self, input_ids_BS: Tensor, attention_mask_BS: Tensor | None, layer_ids: Sequence[int]
     ) -> list[Tensor]:
         """The residual stream [B,S,D] after each of `layer_ids`, in their order."""
+        with self.tapped(layer_ids) as taps:
+            self.decoder(input_ids=input_ids_BS, attention_mask=attention_mask_BS, use_cache=False)
+        return [taps[layer] for layer in layer_ids]
+
+    @contextmanager
+    def tapped(self, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Holds what the layers put out in the forward pass made meanwhile. Raises ValueError for layers that there are not."""
+        unknown = [layer for layer in layer_ids if not 0 <= layer < len(self.layers)]
+        if unknown:
+            raise ValueError(
+                f"target_layer_ids: expected numbers in 0..{len(self.layers) - 1}, found {unknown}. The target has no such "
+                "layers."
+            )
         taps: dict[int, Tensor] = {}
 
         def keep(layer: int) -> Any:
@@ -75,11 +88,21 @@ class HfTarget:
 
         hooks = [self.layers[layer].register_forward_hook(keep(layer)) for layer in set(layer_ids)]
         try:
-            self.decoder(input_ids=input_ids_BS, attention_mask=attention_mask_BS, use_cache=False)
+            yield taps
         finally:
             for hook in hooks:
                 hook.remove()
-        return [taps[layer] for layer in layer_ids]
+
+
+def import_transformers() -> Any:
+    """The package. Raises ValueError naming the extra when it is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(
+            "expected the package transformers for a Hugging Face target, found none; pip install 'dflash-engine[hf]'"
+        ) from error
+    return transformers
 
 
 def load_hf_target(name: str, device: torch.device, dtype: torch.dtype) -> HfTarget:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.bytes_vocab import encode_bytes
 from engine.conversations import LeftOut, Record, parse_record
-from engine.hf_decoding import import_transformers
+from engine.hf_target import import_transformers
 
 
 class Tokenizer(Protocol):

@@ -5,7 +5,6 @@ import torch
 
 from engine.decode import drafter_for
 from engine.decode_prompts import DecodeOptions, decode_prompts
-from engine.hf_decoding import HFDecodingTarget
 from tests.test_decode import drafter_config, random_weights
 
 pytest.importorskip("transformers")
@@ -14,9 +13,9 @@ pytest.importorskip("transformers")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_text_is_the_targets_own(dtype: torch.dtype, temperature: float) -> None:
-    from tests.test_hf_decoding import SizesOf, random_model
+    from tests.test_hf_decoding import SizesOf, decoding, random_model
 
-    target = HFDecodingTarget(random_model("qwen3 with sliding layers").to("cuda", dtype))
+    target = decoding(random_model("qwen3 with sliding layers").to("cuda", dtype))
     config = drafter_config(SizesOf(target))  # type: ignore[arg-type]
     drafter = drafter_for(config, random_weights(config), target)
     prompts = [torch.randint(0, 49, (length,)) for length in (3, 9, 20)]
