@@ -14,6 +14,7 @@ from engine.ops.weight import Weight
 # Swept on an H200: few warps, so that two programs share a multiprocessor and each thread has much to load at a time.
 _BACKWARD_PROGRAMS = 264
 _BACKWARD_WARPS = 4
+_BACKWARD_STAGES = 1
 
 
 @triton.jit
@@ -100,6 +101,7 @@ def _backward(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     SHARED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
     head = tl.arange(0, HEADS)[:, None]
@@ -115,7 +117,7 @@ def _backward(
     dshared1 = tl.zeros([HEADS, HALF], tl.float32)
     dshared2 = tl.zeros([HEADS, HALF], tl.float32)
     first = program.to(tl.int64) * rows_per_program
-    for i in range(0, tl.minimum(rows_per_program, R - first)):
+    for i in tl.range(0, tl.minimum(rows_per_program, R - first), num_stages=STAGES):
         row = first + i
         source = row
         own = ok
@@ -230,6 +232,7 @@ class _QKVRope(torch.autograd.Function):
             rows_per_program,
             ctx.eps,
             **sizes,
+            STAGES=_BACKWARD_STAGES,
             num_warps=min(_BACKWARD_WARPS, _warps(sizes)),
         )
         if sizes["SHARED"]:
