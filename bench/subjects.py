@@ -67,7 +67,7 @@ def workload_subject(workload: Workload, settings: Settings, device: torch.devic
     engine = Engine(config, target, [bucket], inputs, optimizer=None, **options)
     engine.params.draw_(settings.run.seed)
     try:
-        (report,) = engine.build()
+        report = next(report for report in engine.build() if report.name == f"train {bucket.name}")
         fill = partial(inputs.fill, bucket)
         yield Subject(workload.name, engine, bucket, report, inputs(bucket), fill, bucket.B * bucket.S)
     finally:

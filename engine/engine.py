@@ -120,12 +120,15 @@ class Engine:
         self._denominator = (
             self.optimizer.denominator if self.optimizer else torch.zeros((), dtype=torch.float64, device=device)
         )
+        self._first = True
         self.executor = make_executor(device)
         self._all_inputs = [provide for provide in (inputs, eval_inputs) if provide is not None]
         if training:
             for bucket in reversed(self.buckets):
                 step = partial(forward_backward, self.parts, inputs(bucket), self._denominator)
-                self.executor.add(f"train {bucket.name}", step)
+                # Two graphs a bucket: for the first micro-batch of an optimizer step, and for those that add to it.
+                self.executor.add(f"train {bucket.name}", partial(step, first=True))
+                self.executor.add(f"add {bucket.name}", step)
         if eval_inputs is not None:
             for bucket in reversed(self.buckets):
                 forward = partial(forward_only, evaluated, eval_inputs(bucket), self.eval_metrics)
@@ -148,8 +151,10 @@ class Engine:
         return reports
 
     def micro_step(self, bucket: Bucket) -> None:
-        """Forward and backward of what the bucket's inputs hold; gradients and metrics are added up."""
-        self.executor.run(f"train {bucket.name}")
+        """Forward and backward of what the bucket's inputs hold; gradients and metrics are added up, the gradients from the
+        last update on."""
+        self.executor.run(f"{'train' if self._first else 'add'} {bucket.name}")
+        self._first = False
 
     def eval_step(self, bucket: Bucket) -> None:
         """Forward of what the bucket's inputs hold, into eval_metrics."""
@@ -160,16 +165,18 @@ class Engine:
         assert self.optimizer is not None, "the engine was built without an optimizer"
         self.optimizer.lr.fill_(lr)
         self.executor.run("update")
+        self._first = True
 
     def zero_(self) -> None:
         """Forgets gradients, the step's weight and all metrics."""
+        self._first = True
         for tensor in (self.params.grad, self._denominator):
             tensor.zero_()
         self.metrics.zero_()
         self.eval_metrics.zero_()
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradient sums by parameter name; views of the arena, zeroed by the next update."""
+        """The gradient sums by parameter name; views of the arena, begun anew after the next update."""
         return dict(self.params.named(self.params.grad))
 
     def named_buffers(self) -> list[tuple[str, dict[str, Tensor]]]:
@@ -193,10 +200,11 @@ class Engine:
         return list(arenas.items())
 
     def verify(self, bucket: Bucket) -> Difference | None:
-        """Replays the bucket's step on what its inputs hold and compares with the eager twin: every gradient, the step's
-        weight and all metrics. None when bit-equal. Forgets gradients and metrics."""
-        eager = self._outcome(lambda: self.executor.call(f"train {bucket.name}"))
-        fast = self._outcome(lambda: self.executor.run(f"train {bucket.name}"))
+        """Replays the bucket's two steps, the first of an update and one that adds, on what its inputs hold and compares with
+        the eager twins: every gradient, the steps' weight and all metrics. None when bit-equal. Forgets gradients and metrics."""
+        steps = (f"train {bucket.name}", f"add {bucket.name}")
+        eager = self._outcome(self.executor.call, steps)
+        fast = self._outcome(self.executor.run, steps)
         self.zero_()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the eager twin's memory lies outside the graphs' pool
@@ -206,9 +214,10 @@ class Engine:
         """Frees all graphs; the engine takes no step after it."""
         self.executor.close()
 
-    def _outcome(self, step: Callable[[], None]) -> dict[str, Tensor]:
+    def _outcome(self, run: Callable[[str], None], steps: tuple[str, ...]) -> dict[str, Tensor]:
         self.zero_()
-        step()
+        for step in steps:
+            run(step)
         sums = {"metrics": self.metrics.sums, "slots": self.metrics.slots, "denominator": self._denominator}
         return {name: tensor.clone() for name, tensor in (self.gradients() | sums).items()}
 

@@ -41,6 +41,7 @@ class Drafter:
         """embedding: the target's, frozen, in compute precision. max_positions: positions the RoPE tables cover (S + K).
         recompute: what the backward pass forms again instead of keeping it: nothing, the MLP's hidden values, whole layers."""
         self.config, self.ops, self.embedding, self.recompute = config, ops, embedding_VD, recompute
+        self.gradient_sums = params.gradient_sums
         self.fc = params.fused("fc.weight")
         self.hidden_norm, self.norm = params.fused("hidden_norm.weight"), params.fused("norm.weight")
         self.layers = [_layer_weights(params, f"layers.{i}.") for i in range(config.num_hidden_layers)]
@@ -104,15 +105,16 @@ class Drafter:
         K, B = config.block_size, batch_rows
         norms = (layer["self_attn.q_norm"], layer["self_attn.k_norm"], self.cos_PE, self.sin_PE)
         shape = {"num_kv_heads": config.num_key_value_heads, "head_dim": config.head_dim, "eps": eps}
+        # The context first: backward, its part of [q | k | v]'s gradient then comes after the whole (ops/weight.py).
+        _, k_context, v_context = ops.qkv_rope(
+            ops.linear(context, layer["kv"]), *norms, context_positions, num_heads=0, **shape
+        )
         if shared is None:
             stream, qkv = ops.norm_linear(stream, delta, layer["input_layernorm"], eps, layer["qkv"])
         else:
             _, qkv = ops.norm_linear(shared, None, layer["input_layernorm"], eps, layer["qkv"])
         H, slots = config.num_attention_heads, 0 if shared is None else K
         q, k, v = ops.qkv_rope(qkv, *norms, draft_positions, num_heads=H, shared_slots=slots, **shape)
-        _, k_context, v_context = ops.qkv_rope(
-            ops.linear(context, layer["kv"]), *norms, context_positions, num_heads=0, **shape
-        )
         q, k, v, k_context, v_context = (
             rearrange(t, "(b t) h e -> b t h e", b=B) for t in (q, k, v, k_context, v_context)
         )

@@ -62,7 +62,7 @@ class AdamW:
         self._scalars = torch.zeros(len(SCALARS), dtype=torch.float32, device=device)
 
     def update(self) -> None:
-        """One step from the gradient sums, which it zeroes with the denominator. The function that is captured.
+        """One step from the gradient sums. Zeroes the denominator. The function that is captured.
 
         A denominator of 0 or a gradient that is not finite leaves weights, moments and the step count as they are and
         raises `skipped`. clip_norm 0 does not clip; the factor is torch.nn.utils.clip_grad_norm_'s.

@@ -15,7 +15,7 @@ from torch import Tensor
 from buffers.shapes import round_up
 from engine.drafter_config import DrafterConfig
 from engine.ops.adamw_arenas import AdamWArenas
-from engine.ops.weight import Weight
+from engine.ops.weight import GradientSums, Weight
 
 _ALIGN = 64  # elements between groups: 128 bytes in bf16, what cuBLAS and TMA like
 _SHARD = 8192  # the arenas' size is a multiple: equal aligned shards for 1 to 64 ranks
@@ -104,6 +104,7 @@ class ParamArena:
         self.size = round_up(end, _SHARD)
         self.weight = torch.zeros(self.size, dtype=dtype, device=device)
         self.grad = torch.zeros(self.size, dtype=grad_dtype, device=device)
+        self.gradient_sums = GradientSums()
         self.master: Tensor | None = None
         if trainable:
             # In fp32 the drafter computes with the masters themselves.
@@ -128,7 +129,8 @@ class ParamArena:
             rows += self.shapes[name][0]
         shape = (rows, *width)
         part = slice(first, first + torch.Size(shape).numel())
-        return Weight(self.weight[part].view(shape).detach().requires_grad_(), self.grad[part].view(shape))
+        value, grad = self.weight[part].view(shape).detach().requires_grad_(), self.grad[part].view(shape)
+        return Weight(value, grad, self.gradient_sums)
 
     def named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(name, view) for every parameter of one of the arenas."""

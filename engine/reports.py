@@ -109,7 +109,9 @@ def bucket_rows(
     """One row a bucket: useful tokens/s is over the device time of its steps, padding over its context positions."""
     rows = []
     for bucket in buckets:
-        count, time = counts.get(bucket, BucketCount()), times.get(f"train {bucket.name}", StepTime())
+        count = counts.get(bucket, BucketCount())
+        first, more = (times.get(f"{kind} {bucket.name}", StepTime()) for kind in ("train", "add"))
+        time = first + more
         device_s, steps = time.device_ms / 1e3, max(1, time.count)
         rows.append(
             {

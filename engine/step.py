@@ -26,8 +26,12 @@ class StepParts:
     chunk_rows: int
 
 
-def forward_backward(parts: StepParts, batch: Mapping[str, Tensor], denominator: Tensor) -> BlockSums:
+def forward_backward(
+    parts: StepParts, batch: Mapping[str, Tensor], denominator: Tensor, *, first: bool = False
+) -> BlockSums:
     """Adds this micro-batch's gradient sums to the gradient arena, its weight to `denominator`, its numbers to the metrics.
+
+    first: of an optimizer step; the gradient arena is then overwritten, whatever it holds.
 
     The loss gradient is formed with the loss (engine/ops/frozen_head.py), so autograd starts at the hidden states.
     """
@@ -35,6 +39,7 @@ def forward_backward(parts: StepParts, batch: Mapping[str, Tensor], denominator:
     sums = block_loss(
         hidden_BNKD.detach(), batch, parts.head, parts.objective, parts.ops, gradient=True, chunk_rows=parts.chunk_rows
     )
+    parts.drafter.gradient_sums.begin(first)
     hidden_BNKD.backward(sums.dh)
     denominator += sums.weight
     parts.metrics.add(sums, batch["row_lengths"], batch["input_ids"].numel())

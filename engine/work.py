@@ -35,8 +35,8 @@ def step_flop(config: DrafterConfig, bucket: Bucket, seen: float = 0.0) -> float
 
 
 def update_bytes(params: ParamArena) -> int:
-    """Bytes that one optimizer update must move: the gradient read for its norm, then read and zeroed; the weight written; the
-    master and both moments read and written. 32 a parameter with bf16 weights and gradients."""
+    """Bytes that one optimizer update must move: the gradient read for its norm, then again; the weight written; the master
+    and both moments read and written. 30 a parameter with bf16 weights and gradients."""
     weight, grad = params.weight.element_size(), params.grad.element_size()
     own_weight = 0 if params.master is params.weight else weight
     return params.size * (3 * grad + own_weight + 3 * 2 * 4)

@@ -22,6 +22,13 @@ class StepTime:
     host_ms: float = 0.0
     samples_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
 
+    def __add__(self, other: StepTime) -> StepTime:
+        """Both steps' times as one's; the samples of the first come first."""
+        samples = deque([*self.samples_ms, *other.samples_ms], maxlen=1024)
+        return StepTime(
+            self.count + other.count, self.device_ms + other.device_ms, self.host_ms + other.host_ms, samples
+        )
+
 
 class StepTimes:
     """Times by step name. On the CPU (device None) the device's time is the call's."""

@@ -18,6 +18,7 @@ from engine.drafter_config import FULL, DrafterConfig
 from engine.engine import Engine
 from engine.kernels import select_ops
 from engine.metrics import Metrics
+from engine.ops.weight import GradientSums
 from engine.optimizer import Schedule
 from engine.params import initial_parameters
 from engine.settings import ObjectiveSettings, OptimizerSettings
@@ -64,7 +65,7 @@ def test_building_leaves_everything_as_it_was(inputs: RandomInputs) -> None:
     for bucket in BUCKETS:
         inputs.fill(bucket)
     reports = engine.build()
-    names = ["train 2x32x4", "train 1x64x16", "eval 2x32x4", "eval 1x64x16", "update"]
+    names = ["train 2x32x4", "add 2x32x4", "train 1x64x16", "add 1x64x16", "eval 2x32x4", "eval 1x64x16", "update"]
     assert sorted(report.name for report in reports) == sorted(names)
     assert {report.how for report in reports} == {"called"}
     assert_same_bits(state_of(engine), before)
@@ -135,7 +136,8 @@ def test_replay_and_eager_twin_agree(inputs: RandomInputs, optimizer: OptimizerS
 def test_an_engine_without_optimizer_keeps_no_masters(inputs: RandomInputs) -> None:
     engine = build_engine(inputs, BUCKETS, optimizer=None)
     assert engine.params.master is None
-    assert [report.name for report in engine.build()] == ["train 1x64x16", "train 2x32x4"]
+    names = ["train 1x64x16", "add 1x64x16", "train 2x32x4", "add 2x32x4"]
+    assert [report.name for report in engine.build()] == names
 
 
 def test_evaluation_counts_apart_from_training(inputs: RandomInputs) -> None:
@@ -301,3 +303,32 @@ def test_two_layers_learn_sixteen_samples_by_heart(tmp_path: Path) -> None:
     assert (int(engine.optimizer.step), int(engine.optimizer.skipped)) == (step, 0)
     assert isinstance(means["accuracy"], float)
     assert means["accuracy"] > 0.95
+
+
+def test_the_first_micro_batch_of_a_step_overwrites_the_last_steps_gradients(inputs: RandomInputs) -> None:
+    engine = build_engine(inputs, BUCKETS)
+    engine.build()
+    for bucket in BUCKETS:
+        inputs.fill(bucket)
+
+    def step() -> dict[str, Tensor]:
+        for bucket in BUCKETS:
+            inputs.fill(bucket)
+            engine.micro_step(bucket)
+        return {name: gradient.clone() for name, gradient in engine.gradients().items()}
+
+    expected = step()
+    for _, gradient in engine.params.named(engine.params.grad):
+        gradient.fill_(float("nan"))
+    engine.update(0.0)
+    assert all(torch.equal(found, expected[name]) for name, found in step().items())
+
+
+def test_a_part_whose_gradient_comes_before_the_wholes_is_an_error() -> None:
+    arena, sums = torch.zeros(12), GradientSums()
+    sums.begin(first=True)
+    assert not sums.adds(arena[:4])
+    assert sums.adds(arena[1:3]) and sums.adds(arena[:4])
+    assert not sums.adds(arena[6:8])
+    with pytest.raises(AssertionError, match="before that of the whole"):
+        sums.adds(arena[4:10])

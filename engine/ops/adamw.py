@@ -1,5 +1,4 @@
-"""One AdamW update in one pass over the arenas (Triton): 28 bytes a parameter with bf16 weights and gradients, and the
-gradient sums are zeroed on the way, ready for the next step's first micro-batch."""
+"""One AdamW update in one pass over the arenas (Triton): 28 bytes a parameter with bf16 weights and gradients."""
 
 from __future__ import annotations
 
@@ -40,9 +39,6 @@ def _update(
         tl.store(exp_avg_sq_ptr + at, exp_avg_sq, inside)
         tl.store(master_ptr + at, master, inside)
         tl.store(weight_ptr + at, master.to(weight_ptr.dtype.element_ty), inside)
-        # The threads that zero an element need not be those that read it, and nothing but this makes them wait for them.
-        tl.debug_barrier()
-    tl.store(grad_ptr + at, tl.zeros([BLOCK], grad_ptr.dtype.element_ty), inside)
 
 
 def adamw(arenas: AdamWArenas, scalars: Tensor) -> None:

@@ -3,7 +3,7 @@
     g = sum * scale;  w = w (1 - lr wd);  m += (1 - b1)(g - m);  v = b2 v + (1 - b2) g^2
     w -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
-When `ok` is 0 nothing but the gradient changes; the gradient sums are zeroed either way.
+When `ok` is 0 nothing changes. The gradient sums stay: the next step's first micro-batch overwrites them.
 """
 
 from __future__ import annotations
@@ -27,4 +27,3 @@ def adamw_ref(arenas: AdamWArenas, scalars: Tensor) -> None:
         old.copy_(torch.where(ok > 0, new, old))
     if arenas.weight.data_ptr() != arenas.master.data_ptr():
         arenas.weight.copy_(arenas.master)
-    arenas.grad.zero_()

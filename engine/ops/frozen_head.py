@@ -173,7 +173,7 @@ def frozen_head(
     whole = teacher is not None and teacher.hidden.shape[0] <= R
     if teacher is not None:
         teacher_logits = teacher.hidden @ head_VD.t() if whole else h_RD.new_empty(chunk_rows, V)
-    sizes = {"V": V, "GRADIENT": gradient, "BLOCK": _BLOCK_V, "num_warps": 8}
+    sizes = {"V": V, "GRADIENT": gradient, "BLOCK": _BLOCK_V}
     for start in range(0, R, chunk_rows):
         rows = slice(start, min(start + chunk_rows, R))
         logits = logits_CV[: rows.stop - start]
@@ -181,7 +181,9 @@ def frozen_head(
         grid = (len(logits),)
         if teacher is None:
             scales = ce if scale is None else scale  # any valid pointer where no gradient is formed
-            _cross_entropy[grid](logits, labels_R[rows], ce_weight, ce[rows], correct[rows], scales[rows], **sizes)
+            _cross_entropy[grid](
+                logits, labels_R[rows], ce_weight, ce[rows], correct[rows], scales[rows], **sizes, num_warps=4
+            )
         else:
             teacher_row = teacher.row[rows]
             if not whole:
@@ -198,6 +200,7 @@ def frozen_head(
                 correct[rows],
                 GATHER=whole,
                 **sizes,
+                num_warps=8,
             )
         if dh is not None:
             torch.mm(logits, head_VD, out=dh[rows])

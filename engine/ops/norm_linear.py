@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.ops.rms_norm import norm_backward, norm_forward
-from engine.ops.weight import Weight, add_outer_
+from engine.ops.weight import Weight, add_outer
 
 
 class _NormLinear(torch.autograd.Function):
@@ -16,26 +16,26 @@ class _NormLinear(torch.autograd.Function):
         ctx,
         residual: Tensor,
         delta: Tensor | None,
-        norm: Tensor,
-        norm_grad: Tensor,
+        norm_value: Tensor,
+        norm: Weight,
         eps: float,
         value: Tensor,
-        grad: Tensor,
+        weight: Weight,
     ) -> tuple[Tensor, Tensor]:
-        total, x, rstd = norm_forward(residual, delta, norm, eps)
-        ctx.save_for_backward(total, norm, rstd, value)
-        ctx.norm_grad, ctx.grad, ctx.has_delta = norm_grad, grad, delta is not None
+        total, x, rstd = norm_forward(residual, delta, norm_value, eps)
+        ctx.save_for_backward(total, rstd, value)
+        ctx.norm, ctx.weight, ctx.has_delta = norm, weight, delta is not None
         ctx.set_materialize_grads(False)
         return (residual.view_as(residual) if total is residual else total), x @ value.t()
 
     @staticmethod
     def backward(ctx, dtotal: Tensor | None, dy: Tensor | None):
-        total, norm, rstd, value = ctx.saved_tensors
+        total, rstd, value = ctx.saved_tensors
         assert dy is not None, "the projection of norm_linear is always used"
         x = dy @ value  # the gradient of the normed input first, then that input itself
         needs_dx = ctx.needs_input_grad[0] or (ctx.has_delta and ctx.needs_input_grad[1])
-        dx = norm_backward(x, dtotal, total, Weight(norm, ctx.norm_grad), rstd, needs_dx=needs_dx, reform=True)
-        add_outer_(ctx.grad, dy, x)
+        dx = norm_backward(x, dtotal, total, ctx.norm, rstd, needs_dx=needs_dx, reform=True)
+        add_outer(ctx.weight, dy, x)
         return dx, (dx if ctx.has_delta else None), *[None] * 5
 
 
@@ -46,4 +46,4 @@ def norm_linear(
 
     Both inputs receive the same gradient tensor: neither branch may write to it.
     """
-    return _NormLinear.apply(residual_RD, delta_RD, norm.value, norm.grad, eps, weight.value, weight.grad)
+    return _NormLinear.apply(residual_RD, delta_RD, norm.value, norm, eps, weight.value, weight)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.ops.rms_norm import norm_backward, norm_forward
-from engine.ops.weight import Weight, add_outer_
+from engine.ops.weight import Weight, add_outer
 
 _BLOCK = 1024
 
@@ -48,46 +48,44 @@ class _NormMLP(torch.autograd.Function):
         ctx,
         residual: Tensor,
         delta: Tensor | None,
-        norm: Tensor,
-        norm_grad: Tensor,
+        norm_value: Tensor,
+        norm: Weight,
         eps: float,
-        gate_up: Tensor,
-        gate_up_grad: Tensor,
-        down: Tensor,
-        down_grad: Tensor,
+        gate_up_value: Tensor,
+        gate_up: Weight,
+        down_value: Tensor,
+        down: Weight,
         drop: int,
         recompute: bool,
     ) -> tuple[Tensor, Tensor]:
-        total, x, rstd = norm_forward(residual, delta, norm, eps, drop)
-        hidden = x @ gate_up.t()
-        R, inter = hidden.shape[0], down.shape[1]
+        total, x, rstd = norm_forward(residual, delta, norm_value, eps, drop)
+        hidden = x @ gate_up_value.t()
+        R, inter = hidden.shape[0], down_value.shape[1]
         act = hidden.new_empty(R, inter)
         _swiglu_forward[(R, triton.cdiv(inter, _BLOCK))](hidden, act, inter, BLOCK=_BLOCK, num_warps=4)
-        ctx.save_for_backward(total, norm, rstd, gate_up, down, *([] if recompute else [hidden]))
-        ctx.norm_grad, ctx.gate_up_grad, ctx.down_grad = norm_grad, gate_up_grad, down_grad
+        ctx.save_for_backward(total, rstd, gate_up_value, down_value, *([] if recompute else [hidden]))
+        ctx.norm, ctx.gate_up, ctx.down = norm, gate_up, down
         ctx.has_delta, ctx.drop, ctx.eps = delta is not None, drop, eps
         ctx.set_materialize_grads(False)
-        return (residual.view_as(residual) if total is residual else total), act @ down.t()
+        return (residual.view_as(residual) if total is residual else total), act @ down_value.t()
 
     @staticmethod
     def backward(ctx, dtotal: Tensor | None, dy: Tensor | None):
-        total, norm, rstd, gate_up, down, *kept = ctx.saved_tensors
+        total, rstd, gate_up, down, *kept = ctx.saved_tensors
         assert dy is not None, "the output of norm_mlp is always used"
         x = None
         if not kept:
-            _, x, _ = norm_forward(total, None, norm, ctx.eps)
+            _, x, _ = norm_forward(total, None, ctx.norm.value, ctx.eps)
         hidden = kept[0] if x is None else x @ gate_up.t()
         dact = dy @ down
         R, inter = dact.shape
         _swiglu_backward[(R, triton.cdiv(inter, _BLOCK))](hidden, dact, inter, BLOCK=_BLOCK, num_warps=4)
         dhidden, act = hidden, dact
-        add_outer_(ctx.down_grad, dy, act)
+        add_outer(ctx.down, dy, act)
         dx = dhidden @ gate_up
         needs_dx = ctx.needs_input_grad[0] or (ctx.has_delta and ctx.needs_input_grad[1])
-        dtotal = norm_backward(
-            dx, dtotal, total, Weight(norm, ctx.norm_grad), rstd, drop=ctx.drop, needs_dx=needs_dx, reform=x is None
-        )
-        add_outer_(ctx.gate_up_grad, dhidden, dx if x is None else x)
+        dtotal = norm_backward(dx, dtotal, total, ctx.norm, rstd, drop=ctx.drop, needs_dx=needs_dx, reform=x is None)
+        add_outer(ctx.gate_up, dhidden, dx if x is None else x)
         return dtotal, (dtotal if ctx.has_delta else None), *[None] * 9
 
 
@@ -110,12 +108,12 @@ def norm_mlp(
         residual_RD,
         delta_RD,
         norm.value,
-        norm.grad,
+        norm,
         eps,
         gate_up.value,
-        gate_up.grad,
+        gate_up,
         down.value,
-        down.grad,
+        down,
         drop_first_of,
         recompute,
     )

@@ -14,7 +14,7 @@ from engine.ops.weight import Weight
 # Swept on an H200: few warps, so that two programs share a multiprocessor and each thread has much to load at a time.
 _BACKWARD_PROGRAMS = 264
 _BACKWARD_WARPS = 4
-_BACKWARD_STAGES = 1
+_BACKWARD_STAGES = 3
 
 
 @triton.jit
@@ -175,9 +175,9 @@ class _QKVRope(torch.autograd.Function):
         ctx,
         qkv: Tensor,
         q_value: Tensor,
-        q_grad: Tensor,
+        q_norm: Weight,
         k_value: Tensor,
-        k_grad: Tensor,
+        k_norm: Weight,
         cos: Tensor,
         sin: Tensor,
         positions: Tensor,
@@ -199,7 +199,7 @@ class _QKVRope(torch.autograd.Function):
         }
         _forward[(R,)](qkv, q_value, k_value, cos, sin, positions, q, k, v, R, eps, **sizes, num_warps=_warps(sizes))
         ctx.save_for_backward(qkv, q_value, k_value, cos, sin, positions)
-        ctx.sizes, ctx.eps, ctx.q_grad, ctx.k_grad = sizes, eps, q_grad, k_grad
+        ctx.sizes, ctx.eps, ctx.q_norm, ctx.k_norm = sizes, eps, q_norm, k_norm
         return q, k, v
 
     @staticmethod
@@ -236,11 +236,10 @@ class _QKVRope(torch.autograd.Function):
             num_warps=min(_BACKWARD_WARPS, _warps(sizes)),
         )
         if sizes["SHARED"]:
-            dqkv[-1] = 0
-            add_sums(dqkv[-1], dshared)
+            add_sums(dqkv[-1], dshared, add=False)
         if sizes["H"]:
-            add_sums(ctx.q_grad, partial[:, 0])
-        add_sums(ctx.k_grad, partial[:, 1])
+            add_sums(ctx.q_norm.grad, partial[:, 0], add=ctx.q_norm.adds())
+        add_sums(ctx.k_norm.grad, partial[:, 1], add=ctx.k_norm.adds())
         return (dqkv, *[None] * 12)
 
 
@@ -269,9 +268,9 @@ def qkv_rope(
     return _QKVRope.apply(
         qkv_RF,
         q_norm.value,
-        q_norm.grad,
+        q_norm,
         k_norm.value,
-        k_norm.grad,
+        k_norm,
         cos_PE,
         sin_PE,
         positions_R,

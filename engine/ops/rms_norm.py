@@ -141,7 +141,7 @@ def norm_backward(
     needs_dx: bool = True,
     reform: bool = False,
 ) -> Tensor | None:
-    """d(residual) = d(delta), or None if not needed; the weight's gradient is added to its arena.
+    """d(residual) = d(delta), or None if not needed; the weight's gradient goes to its arena.
 
     reform: the normed and weighted values of the forward pass are written over dout, which must then be the caller's own.
     """
@@ -172,18 +172,18 @@ def norm_backward(
         STAGES=_BACKWARD_STAGES,
         num_warps=_warps(block),
     )
-    add_sums(weight.grad, partial)
+    add_sums(weight.grad, partial, add=weight.adds())
     return dx if needs_dx else None
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, residual: Tensor, delta: Tensor | None, value: Tensor, grad: Tensor, eps: float, drop: int
+        ctx, residual: Tensor, delta: Tensor | None, value: Tensor, weight: Weight, eps: float, drop: int
     ) -> tuple[Tensor, Tensor]:
         total, out, rstd = norm_forward(residual, delta, value, eps, drop)
-        ctx.save_for_backward(total, value, rstd)
-        ctx.grad, ctx.has_delta, ctx.drop = grad, delta is not None, drop
+        ctx.save_for_backward(total, rstd)
+        ctx.weight, ctx.has_delta, ctx.drop = weight, delta is not None, drop
         ctx.set_materialize_grads(False)
         return (residual.view_as(residual) if total is residual else total), out
 
@@ -191,10 +191,10 @@ class _AddRMSNorm(torch.autograd.Function):
     def backward(
         ctx, dtotal: Tensor | None, dout: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        total, value, rstd = ctx.saved_tensors
+        total, rstd = ctx.saved_tensors
         assert dout is not None, "the normed output of add_rms_norm is always used"
         needs_dx = ctx.needs_input_grad[0] or (ctx.has_delta and ctx.needs_input_grad[1])
-        dx = norm_backward(dout, dtotal, total, Weight(value, ctx.grad), rstd, drop=ctx.drop, needs_dx=needs_dx)
+        dx = norm_backward(dout, dtotal, total, ctx.weight, rstd, drop=ctx.drop, needs_dx=needs_dx)
         return dx, (dx if ctx.has_delta else None), None, None, None, None
 
 
@@ -210,4 +210,4 @@ def add_rms_norm(
     Both inputs receive the same gradient tensor: neither branch may write to it. drop_first_of = K: without the first row of
     every K, [R / K * (K - 1), D].
     """
-    return _AddRMSNorm.apply(residual_RD, delta_RD, weight.value, weight.grad, eps, drop_first_of)
+    return _AddRMSNorm.apply(residual_RD, delta_RD, weight.value, weight, eps, drop_first_of)

@@ -84,8 +84,10 @@ class Built:
         engine = self.engine
         assert engine.optimizer is not None
         engine.zero_()
-        for bucket in buckets:
-            run(f"train {bucket.name}")
+        for _, gradient in engine.params.named(engine.params.grad):
+            gradient.fill_(float("nan"))  # the first micro-batch overwrites it
+        for i, bucket in enumerate(buckets):
+            run(f"{'add' if i else 'train'} {bucket.name}")
         sums = {"sums": engine.metrics.sums, "slots": engine.metrics.slots, "denominator": engine.optimizer.denominator}
         return {name: tensor.clone() for name, tensor in (engine.gradients() | sums).items()}
 

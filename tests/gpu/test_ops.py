@@ -30,7 +30,7 @@ from engine.ops.rms_norm_ref import add_rms_norm_ref
 from engine.ops.row_loss import RowLoss, Teacher
 from engine.ops.weigh_rows import weigh_rows
 from engine.ops.weigh_rows_ref import weigh_rows_ref
-from engine.ops.weight import Weight, add_outer_
+from engine.ops.weight import GradientSums, Weight, add_outer
 from engine.ops.zero_padding import zero_padding
 from engine.ops.zero_padding_ref import zero_padding_ref
 from tests.attention_helpers import relative_error
@@ -134,10 +134,12 @@ def test_linear(R: int, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("R", ROWS)
 def test_weight_gradients_of_bf16_are_summed_in_fp32_where_the_arena_is(R: int) -> None:
-    grad, exact = torch.full((71, D), 0.25, device=CUDA), torch.full((71, D), 0.25, device=CUDA, dtype=torch.float64)
+    grad, exact = torch.full((71, D), 0.25, device=CUDA), torch.zeros(71, D, device=CUDA, dtype=torch.float64)
+    sums = GradientSums()
+    sums.begin(first=True)
     for seed in (0, 1):
         dy, x = random(R, 71, seed=seed).bfloat16(), random(R, D, seed=10 + seed).bfloat16()
-        add_outer_(grad, dy, x)
+        add_outer(Weight(torch.empty_like(grad), grad, sums), dy, x)
         exact += dy.double().t() @ x.double()
     assert relative_error(grad, exact) < 1e-6
 
@@ -327,12 +329,11 @@ def test_adamw_is_close_to_the_bits_of_its_definition(dtype: torch.dtype, grad_d
     for name in ("master", "exp_avg", "exp_avg_sq"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=2e-6, atol=2e-7)
     assert torch.equal(found.weight, found.master.to(dtype))
-    assert not found.grad.any()
 
 
 @every_dtype
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.0])
-def test_adamw_without_ok_only_forgets_the_gradient(value: float, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+def test_adamw_without_ok_changes_nothing(value: float, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     arenas = arenas_of(dtype, grad_dtype)
     arenas.grad.copy_(random(SIZE, seed=1))
     adamw(arenas, scalars_of(1, 1.0))
@@ -341,4 +342,3 @@ def test_adamw_without_ok_only_forgets_the_gradient(value: float, dtype: torch.d
     arenas.grad.fill_(value)
     adamw(arenas, scalars_of(2, 0.0))
     assert all(torch.equal(getattr(arenas, name), tensor) for name, tensor in before.items())
-    assert (arenas.grad == 0).all()

@@ -342,7 +342,6 @@ def adamw_results(op: Callable[[AdamWArenas, Tensor], None], dtype: torch.dtype,
 def test_adamw(shared: bool) -> None:
     found = adamw_results(adamw, torch.float32, shared)
     assert torch.equal(found["weight"], found["master"])
-    assert (found["grad"] == 0).all()
     assert_within_budget(
         found, adamw_results(adamw_ref, torch.float32, shared), adamw_results(adamw_ref, torch.float64, shared)
     )
@@ -351,7 +350,7 @@ def test_adamw(shared: bool) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")
 @pytest.mark.parametrize("op", [adamw, adamw_ref])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.0])
-def test_adamw_without_ok_only_forgets_the_gradient(op: Callable[[AdamWArenas, Tensor], None], value: float) -> None:
+def test_adamw_without_ok_changes_nothing(op: Callable[[AdamWArenas, Tensor], None], value: float) -> None:
     arenas = arenas_of(torch.float32, shared=False)
     arenas.grad.copy_(random(SIZE, seed=1))
     op(arenas, scalars_of(1, 1.0, torch.float32))
@@ -359,4 +358,3 @@ def test_adamw_without_ok_only_forgets_the_gradient(op: Callable[[AdamWArenas, T
     arenas.grad.fill_(value)
     op(arenas, scalars_of(2, 0.0, torch.float32))
     assert all(torch.equal(getattr(arenas, name), tensor) for name, tensor in before.items())
-    assert (arenas.grad == 0).all()
