@@ -9,11 +9,11 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from engine.drafter_json import FULL as FULL
+from engine.drafter_json import SLIDING as SLIDING
+from engine.drafter_json import all_slide, integer, layers, refuse_unknown_arithmetic, token
 from engine.rope import RopeConfig, rope_from_config, rope_to_config
 from engine.speculators_layout import from_speculators, is_speculators
-
-FULL = "full_attention"
-SLIDING = "sliding_attention"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,17 +94,17 @@ class DrafterConfig:
         if not isinstance(inner, Mapping):
             raise ValueError(f"dflash_config: expected an object, found {inner!r}. Correct the drafter's config.json.")
         merged = {**config, **inner}
-        _refuse_unknown_arithmetic(config, merged)
-        num_layers = _integer(config, "num_hidden_layers")
-        layer_types, window = _layers(config, inner, num_layers)
+        refuse_unknown_arithmetic(config, merged)
+        num_layers = integer(config, "num_hidden_layers")
+        layer_types, window = layers(config, inner, num_layers)
         is_causal = config.get("is_causal")
         if is_causal is None:
             is_causal = inner.get("causal")
-        if is_causal is None and _all_slide(config, inner):
+        if is_causal is None and all_slide(config, inner):
             # Who writes use_swa alone trained without causality inside the block (MiMo, Model-Optimizer); so reads vLLM.
             is_causal = False
-        heads = _integer(config, "num_attention_heads")
-        hidden_size = _integer(config, "hidden_size")
+        heads = integer(config, "num_attention_heads")
+        hidden_size = integer(config, "hidden_size")
         taps = merged.get("target_layer_ids")
         if not isinstance(taps, Sequence) or isinstance(taps, str) or not taps:
             raise ValueError(
@@ -112,24 +112,24 @@ class DrafterConfig:
                 "config.json."
             )
         return cls(
-            block_size=_integer(merged, "block_size"),
-            mask_token_id=_integer(merged, "mask_token_id"),
+            block_size=integer(merged, "block_size"),
+            mask_token_id=integer(merged, "mask_token_id"),
             target_layer_ids=tuple(int(i) for i in taps),
-            num_target_layers=_integer(merged, "num_target_layers"),
+            num_target_layers=integer(merged, "num_target_layers"),
             hidden_size=hidden_size,
-            intermediate_size=_integer(config, "intermediate_size"),
+            intermediate_size=integer(config, "intermediate_size"),
             num_attention_heads=heads,
-            num_key_value_heads=_integer(config, "num_key_value_heads", heads),
-            head_dim=_integer(config, "head_dim", hidden_size // max(heads, 1)),
-            vocab_size=_integer(config, "vocab_size"),
+            num_key_value_heads=integer(config, "num_key_value_heads", heads),
+            head_dim=integer(config, "head_dim", hidden_size // max(heads, 1)),
+            vocab_size=integer(config, "vocab_size"),
             layer_types=layer_types,
             sliding_window=window,
             causal_layers=None if is_causal is None else (bool(is_causal),) * num_layers,
             rms_norm_eps=float(str(config.get("rms_norm_eps", 1e-6))),
             rope=rope_from_config(config),
-            max_position_embeddings=_integer(config, "max_position_embeddings", 32768),
-            bos_token_id=_token(config, "bos_token_id"),
-            eos_token_id=_token(config, "eos_token_id"),
+            max_position_embeddings=integer(config, "max_position_embeddings", 32768),
+            bos_token_id=token(config, "bos_token_id"),
+            eos_token_id=token(config, "eos_token_id"),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             initializer_range=float(str(config.get("initializer_range", 0.02))),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
@@ -218,89 +218,6 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
 
 def _default_causal(layer_types: Sequence[str]) -> tuple[bool, ...]:
     return tuple(kind == SLIDING for kind in layer_types)
-
-
-def _integer(config: Mapping[str, object], name: str, default: int | None = None) -> int:
-    value = config.get(name)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**63:
-        raise ValueError(f"{name}: expected an integer, found {value!r}. Correct the drafter's config.json.")
-    return value
-
-
-def _token(config: Mapping[str, object], name: str) -> int | None:
-    value = config.get(name)
-    return value if isinstance(value, int) else None
-
-
-def _layers(
-    config: Mapping[str, object], inner: Mapping[str, object], num_layers: int
-) -> tuple[tuple[str, ...], int | None]:
-    """Kinds and window. dflash_config.use_swa makes every layer slide, unless layer_types has sliding layers (vLLM)."""
-    kinds = config.get("layer_types")
-    if _all_slide(config, inner):
-        kinds = [SLIDING] * num_layers
-    if kinds is None:
-        first_sliding = _integer(config, "max_window_layers", 0) if config.get("use_sliding_window") else num_layers
-        kinds = [SLIDING if i >= first_sliding else FULL for i in range(num_layers)]
-    if not isinstance(kinds, Sequence) or len(kinds) != num_layers:
-        raise ValueError(
-            f"layer_types: expected {num_layers} entries (num_hidden_layers), found {kinds!r}. Correct the config.json."
-        )
-    kinds = tuple(str(kind) for kind in kinds)
-    if SLIDING in kinds and inner.get("swa_window_size") is not None:
-        return kinds, _integer(inner, "swa_window_size")
-    return kinds, _window(config) if SLIDING in kinds else None
-
-
-def _all_slide(config: Mapping[str, object], inner: Mapping[str, object]) -> bool:
-    kinds = config.get("layer_types")
-    return bool(inner.get("use_swa")) and not (isinstance(kinds, Sequence) and SLIDING in kinds)
-
-
-def _window(config: Mapping[str, object]) -> int | None:
-    return None if config.get("sliding_window") is None else _integer(config, "sliding_window")
-
-
-# Keys that change what a server computes, with the value that means "not used".
-_NOT_REPRODUCED: dict[str, tuple[object, ...]] = {
-    "projector_type": (None, "dflash"),
-    "conv_kernel_size": (None,),
-    "conv_group_size": (None,),
-    "selector_rank": (None,),
-    "selector_top_k": (None,),
-    "markov_rank": (None, 0),
-    "output_multiplier": (None, 1.0),
-    "final_logit_softcapping": (None,),
-    "attention_sink_bias": (None, False),
-    "attention_value_scale": (None, 1.0),
-    "attention_bias": (None, False),
-    "logit_scale": (None, 1.0),
-    "is_neox_style": (None, True),
-    "hidden_act": (None, "silu"),
-}
-
-
-def _refuse_unknown_arithmetic(config: Mapping[str, object], merged: Mapping[str, object]) -> None:
-    architectures = config.get("architectures") or ["DFlashDraftModel"]
-    if architectures != ["DFlashDraftModel"]:
-        raise ValueError(
-            f"architectures: expected ['DFlashDraftModel'], found {architectures}. Only plain DFlash drafters are "
-            "trained here."
-        )
-    for name, unused in _NOT_REPRODUCED.items():
-        if merged.get(name) not in unused:
-            raise ValueError(
-                f"{name}: expected {unused[-1]!r}, found {merged[name]!r}, which is not reproduced here. Use a "
-                "plain DFlash drafter."
-            )
-    for name, same in (("draft_vocab_size", "vocab_size"), ("target_hidden_size", "hidden_size")):
-        if merged.get(name) not in (None, config.get(same)):
-            raise ValueError(
-                f"{name}: expected {same} {config.get(same)}, found {merged[name]}. A drafter of another size than "
-                "its target is not reproduced here."
-            )
 
 
 def _check(config: DrafterConfig) -> None:

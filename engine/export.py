@@ -19,6 +19,7 @@ from engine.reports import make_console
 from engine.speculators_layout import NOT_THE_DRAFTERS, is_speculators, to_speculators
 
 LAYOUTS = ("z-lab", "speculators")
+MASK_EMBEDDING = "mask_embedding.pt"
 _READ = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -26,6 +27,11 @@ def load_drafter(folder: Path, num_target_layers: int | None = None) -> tuple[Dr
     """Config and tensors (as stored: bf16, fp16 or fp32) of a drafter in z-lab's layout or speculators'; names, shapes and
     types checked. num_target_layers: see load_drafter_config. Raises ValueError."""
     config = load_drafter_config(folder, num_target_layers)
+    if (folder / MASK_EMBEDDING).exists():
+        raise ValueError(
+            f"{folder}: expected a drafter that takes the mask token's row of the target's embedding, found {MASK_EMBEDDING}, "
+            "which vLLM puts in its place and we do not. Use another drafter"
+        )
     weights = read_tensors(folder)
     if is_speculators(read_drafter_json(folder)):
         weights = {name: tensor for name, tensor in weights.items() if name not in NOT_THE_DRAFTERS}

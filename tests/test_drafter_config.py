@@ -95,6 +95,8 @@ def test_both_spellings_of_rope_say_the_same() -> None:
         ({"attention_bias": True}, "attention_bias: expected False, found True"),
         ({"projector_type": "domino"}, "projector_type: expected 'dflash', found 'domino'"),
         ({"final_logit_softcapping": 20.0}, "final_logit_softcapping: .*not reproduced"),
+        ({"input_embedding_scale": 8.0}, "input_embedding_scale: expected 1.0, found 8.0"),
+        ({"sample_from_anchor": True}, "sample_from_anchor: expected False, found True"),
         ({"draft_vocab_size": 100}, "draft_vocab_size: expected vocab_size 512, found 100"),
         ({"sliding_window": None}, "sliding_window: expected a positive window"),
         ({"layer_types": [FULL]}, "layer_types: expected 2 entries"),

@@ -189,6 +189,11 @@ def test_one_message_lists_what_is_missing_unexpected_and_misshapen(tmp_path: Pa
     save_file(prefixed, tmp_path / "drafter" / "model.safetensors")
     with pytest.raises(ValueError, match="found no fc.weight, .*, and 38 more. Take"):
         load_drafter(tmp_path / "drafter")
+    save_file(weights, tmp_path / "drafter" / "model.safetensors")
+    (tmp_path / "drafter" / "mask_embedding.pt").write_bytes(b"a row of its own")
+    with pytest.raises(ValueError, match="takes the mask token's row of .*, found mask_embedding.pt, which vLLM"):
+        load_drafter(tmp_path / "drafter")
+    (tmp_path / "drafter" / "mask_embedding.pt").unlink()
     quantised = weights | {"fc.weight": weights["fc.weight"].to(torch.float8_e4m3fn)}
     save_file(quantised, tmp_path / "drafter" / "model.safetensors")
     with pytest.raises(ValueError, match="expected tensors in bf16, fp16 or fp32, found fc.weight torch.float8_e4m3fn"):
