@@ -31,11 +31,13 @@ from engine.data_source import open_data
 from engine.engine import Engine
 from engine.held_out import HeldOut, open_held_out
 from engine.interrupts import Interrupts
+from engine.laps import Laps
 from engine.optimizer import Schedule
 from engine.reports import BucketCount, MetricsLog, bucket_rows, make_console, print_bucket_table, write_buffers
 from engine.run_folder import alone_in, prepare_output
 from engine.run_log import RunLog
 from engine.settings import Settings
+from engine.turns import short_turns
 from graphs.executor import CaptureError
 from graphs.guards import Counters
 
@@ -48,6 +50,7 @@ class TrainingRun:
         self.console = make_console(stderr=True)
         self._began_s = time.perf_counter()
         self._saved_step = -1
+        self.laps = Laps()
         with ExitStack() as parts:
             self._assemble(parts)
             saved = prepare_output(self.folder, resume=resume)
@@ -55,11 +58,15 @@ class TrainingRun:
             if saved is not None:
                 check_config(saved, self.engine.config)
             self._say_plan()
-            self.engine.build()
+            compile_s = sum(report.warm_up_s for report in self.engine.build())
+            self.laps.end("capture", of_it=compile_s, other="compile")
             self._verify()
+            self.laps.end("verify")
             self._find_start(saved)
             self._open_logs(parts, resumed=saved is not None)
             self._parts = parts.pop_all()
+        self.laps.end("rest")
+        self._say(f"ready after {self.laps}")
         self.counts: dict[Bucket, BucketCount] = defaultdict(BucketCount)
         self._interrupts = Interrupts(self._say)
         self._counters = Counters.read(self.engine.device)
@@ -156,6 +163,7 @@ class TrainingRun:
             "too_long_samples": len(self.batch_plan.too_long),
             "input_wait_ms": self.inputs.wait_ms,
             "seconds": time.perf_counter() - self._began_s,
+            "start_s": self.laps.seconds,
             "device_allocations": counters.device_allocations,
             "compilations": counters.compilations,
             "how": engine.executor.how,
@@ -164,6 +172,7 @@ class TrainingRun:
 
     def __enter__(self) -> Self:
         self._parts.enter_context(self._interrupts)
+        self._parts.enter_context(short_turns(self.settings.run.switch_interval_ms))
         return self
 
     def __exit__(
@@ -190,9 +199,13 @@ class TrainingRun:
         config = drafter_config(settings, data.info)
         pipeline = pipeline_options(settings, data, device, precision)
         held_out = open_held_out(settings, data)
-        target, weights = frozen_target(settings, data), initial_weights(settings, config)
+        target = frozen_target(settings, data)
+        self.laps.end("data")
+        weights = initial_weights(settings, config)
+        self.laps.end("weights")
         buckets = make_plan(settings, data, config, device).buckets
         self.batch_plan = make_batch_plan(settings, data, buckets)
+        self.laps.end("plan")
         self.inputs = parts.enter_context(InputPipeline(data, buckets, **pipeline))
         self.held_out = None
         if held_out is not None:
@@ -209,6 +222,7 @@ class TrainingRun:
         )
         parts.callback(self.engine.close)
         self.engine.params.load_(weights)
+        self.laps.end("memory")
 
     def _find_start(self, saved: Path | None) -> None:
         """The step and place in the data to start from, the checkpoint's content with it, and how many steps there will be."""

@@ -255,6 +255,13 @@ class RunSettings:
     save_every: int = setting(
         500, "steps between two checkpoints; the last step always has one; 0 means only that", low=0
     )
+    switch_interval_ms: float = setting(
+        0.1,
+        "longest turn of a busy Python thread while another one waits, during training; 0 leaves Python's own 5 ms, with which "
+        "busy threads starve the loader",
+        low=0.0,
+        high=1000.0,
+    )
     keep: int = setting(2, "latest checkpoints to keep; the best by evaluation is kept beside them", low=1)
 
     def __post_init__(self) -> None:
