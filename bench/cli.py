@@ -182,6 +182,83 @@ def extract(
     echo_json(run_extract(settings, samples=samples, steps=steps, out=out), as_json)
 
 
+@bench.command("input")
+@workload_option
+@measure_options(20)
+def input_(
+    workloads: Sequence[str],
+    config: str | None,
+    overrides: Sequence[str],
+    repeats: int,
+    as_json: bool,
+    out: Path | None,
+    plot: Path | None,
+) -> None:
+    """Whether the device waits for its input: training steps with samples from disk, then from the page cache.
+
+    Device idle between steps, host time of the training thread and wait for the loader, on --workload (W2, on the CPU
+    tiny). Writes 2 GB to TMPDIR.
+    """
+    settings = load_settings(config, overrides)
+    from bench.input import run as run_input
+
+    echo_json(run_input(settings, workloads=workloads, repeats=repeats, out=out, plot=plot), as_json)
+
+
+@bench.command()
+@workload_option
+@click.option(
+    "--threads",
+    type=click.IntRange(min=0, max=256),
+    multiple=True,
+    help="Busy pure-Python threads; may be repeated. Left out: 0, 1, 2, 4 and 8, on the CPU 0, 1 and 2.",
+)
+@measure_options(20)
+def contention(
+    workloads: Sequence[str],
+    threads: Sequence[int],
+    config: str | None,
+    overrides: Sequence[str],
+    repeats: int,
+    as_json: bool,
+    out: Path | None,
+    plot: Path | None,
+) -> None:
+    """Throughput beside busy Python threads in the process, eager and replayed.
+
+    Whole training steps with their input from disk, on --workload (W2, on the CPU tiny), under run.switch_interval_ms, and
+    once more under Python's own 5 ms.
+    """
+    settings = load_settings(config, overrides)
+    from bench.contention import run as run_contention
+
+    figures = run_contention(settings, workloads=workloads, threads=threads, repeats=repeats, out=out, plot=plot)
+    echo_json(figures, as_json)
+
+
+@bench.command()
+@workload_option
+@measure_options(1)
+def start(
+    workloads: Sequence[str],
+    config: str | None,
+    overrides: Sequence[str],
+    repeats: int,
+    as_json: bool,
+    out: Path | None,
+    plot: Path | None,
+) -> None:
+    """Seconds to the first step of a run with six buckets, by phase, in processes of their own.
+
+    Once with empty caches of compiled kernels, then --repeats times with full ones, on --workload (W2, on the CPU tiny).
+    Writes 3 GB to TMPDIR.
+    """
+    settings = load_settings(config, overrides)
+    from bench.start import run as run_start
+
+    echo_json(run_start(settings, workloads=workloads, repeats=repeats, out=out, plot=plot), as_json)
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Runs a command line (None: the process's own) and returns its exit code."""
     return run(cli, args)

@@ -65,11 +65,11 @@ class TrainingRun:
             self._find_start(saved)
             self._open_logs(parts, resumed=saved is not None)
             self._parts = parts.pop_all()
-        self.laps.end("rest")
-        self._say(f"ready after {self.laps}")
         self.counts: dict[Bucket, BucketCount] = defaultdict(BucketCount)
         self._interrupts = Interrupts(self._say)
         self._counters = Counters.read(self.engine.device)
+        self.laps.end("rest")
+        self._say(f"ready after {self.laps}")
 
     def steps(self) -> Iterator[tuple[Batch, ...]]:
         """The batches of each step that is left; the loader runs ahead over the same ones."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,9 +42,10 @@ class Counters:
         allocations = 0
         if device.type == "cuda":
             allocations = torch.cuda.memory_stats(device).get("allocation.all.allocated", 0)
-        from torch._dynamo.utils import counters
-
-        return Counters(allocations, int(counters["stats"].get("unique_graphs", 0)) + _triton_kernels)
+        # Not imported for this: it takes seconds, and who has not loaded it has compiled nothing.
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        graphs = int(dynamo.counters["stats"].get("unique_graphs", 0)) if dynamo is not None else 0
+        return Counters(allocations, graphs + _triton_kernels)
 
     def __sub__(self, earlier: Counters) -> Counters:
         return Counters(self.device_allocations - earlier.device_allocations, self.compilations - earlier.compilations)

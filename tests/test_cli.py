@@ -23,6 +23,9 @@ WORK = {
     "data inspect": ("engine.inspection", "inspect_dataset", ["data", "inspect", "data"]),
     "data convert": ("engine.convert", "convert_dataset", ["data", "convert", "data", "out"]),
     "bench buckets": ("bench.buckets", "run", ["bench", "buckets", "--mixture"]),
+    "bench input": ("bench.input", "run", ["bench", "input"]),
+    "bench contention": ("bench.contention", "run", ["bench", "contention"]),
+    "bench start": ("bench.start", "run", ["bench", "start"]),
     "bench ops": ("bench.ops", "run", ["bench", "ops", "--workload", "W1"]),
     "bench step": ("bench.step", "run", ["bench", "step", "--workload", "W1"]),
 }
