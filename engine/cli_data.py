@@ -150,7 +150,7 @@ def data_convert(source: Path, out: Path, settings: Settings, skip_bad: bool, sh
 @click.option(
     "--token-budget",
     type=click.IntRange(min=1),
-    default=16384,
+    default=8192,
     show_default=True,
     help="Tokens of a forward pass, padding included; a longer sample runs alone.",
 )

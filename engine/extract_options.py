@@ -33,7 +33,7 @@ class ExtractOptions:
     too_long: str = "cut"
     max_samples: int = 0
     assistant_only: bool = True
-    token_budget: int = 16384
+    token_budget: int = 8192
     shard_tokens: int = SHARD_TOKENS
     device: str = "auto"
     dtype: str = "auto"

@@ -1,4 +1,4 @@
-"""The records of a file in windows of a shard's tokens, and how far each of them reaches into the file."""
+"""The records of a file in windows, and on disk how far the shards written so far reach into them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from engine.conversations import LeftOut, parse_record, read_lines
 from engine.extract_options import ExtractOptions, Tokenizer
 from engine.extract_tally import Tally
 
+# Tokens that are sorted by length together, so that little is padded; their ids and masks are held, not their states.
+WINDOW_TOKENS = 2**18
+
 
 @dataclass(frozen=True)
 class Window:
-    """Samples of one shard, the offset in the file behind the last of them, and the counts up to there."""
+    """Samples, where they begin and end in the file, in bytes, and the counts before them."""
 
     samples: list[Tokens]
-    offset: int
+    start: int
+    stop: int
     tally: dict[str, Any]
 
 
@@ -31,18 +35,19 @@ class Reader:
         self, options: ExtractOptions, tokenizer: Tokenizer, tally: Tally, *, vocab_size: int, mask_token_id: int
     ) -> None:
         self.tally = tally
+        self.end = 0
         self._options, self._tokenizer = options, tokenizer
         self._vocab_size, self._mask_token_id = vocab_size, mask_token_id
 
-    def windows(self, offset: int) -> Iterator[Window]:
-        """Windows of at most shard_tokens tokens, or one sample, from this offset in the file on.
+    def windows(self, start: int) -> Iterator[Window]:
+        """Windows of at most WINDOW_TOKENS tokens, or one sample, from this offset in the file on; then `end` is set.
 
         Raises ValueError for text when there is no tokenizer, and conversations without a chat template.
         """
         options, tally = self._options, self.tally
         samples: list[Tokens] = []
-        tokens = 0
-        for line, behind in read_lines(options.data, offset):
+        tokens, stop, before = 0, start, tally.to_json()
+        for line, behind in read_lines(options.data, start):
             if options.max_samples and tally.samples >= options.max_samples:
                 break
             try:
@@ -50,20 +55,21 @@ class Reader:
             except LeftOut as why:
                 tally.records += 1
                 tally.leave_out(why)
-                offset = behind
+                stop = behind
                 continue
             length = len(sample.input_ids)
-            if samples and tokens + length > options.shard_tokens:
+            if samples and tokens + length > WINDOW_TOKENS:
                 # This record belongs to the next window: neither counted nor passed over yet.
-                yield Window(samples, offset, tally.to_json())
-                samples, tokens = [], 0
+                yield Window(samples, start, stop, before)
+                samples, tokens, start, before = [], 0, stop, tally.to_json()
             tally.records += 1
             tally.take(sample, mask_token_id=self._mask_token_id, tokenizer_size=self._tokenizer.size)
             samples.append(sample)
             tokens += length
-            offset = behind
+            stop = behind
         if samples:
-            yield Window(samples, offset, tally.to_json())
+            yield Window(samples, start, stop, before)
+        self.end = stop
 
     def _sample(self, line: bytes) -> Tokens:
         options = self._options
@@ -81,7 +87,7 @@ class Reader:
 
 
 class Progress:
-    """A line on disk for every window: the samples that the dataset has with it, and the state to go on from behind it."""
+    """A line on disk for every shard: the samples that the dataset has with it, and the state to go on from behind it."""
 
     def __init__(self, path: Path, samples: int) -> None:
         """Takes the state that belongs to `samples` and drops what was noted behind it. Raises ValueError without one."""

@@ -1,17 +1,8 @@
-"""`data extract`: hidden states of a Hugging Face target over conversations, as our dataset.
-
-Records are read in windows of a shard's tokens. A window's samples run in batches of like length and are written as one
-shard, in order of length; then it is recorded how far the file was used. So memory is bounded by a few windows, and after
-a kill the same command keeps all whole shards and makes the same files as if nothing had happened.
-"""
+"""`data extract`: hidden states of a Hugging Face target over conversations, as our dataset."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,14 +12,13 @@ from buffers.dataset_writer import DatasetWriter
 from buffers.manifest import MANIFEST
 from engine.assemble import resolve_device, resolve_precision
 from engine.extract_options import ExtractOptions, choose_layers, choose_mask_token, load_tokenizer, source_of
-from engine.extract_reader import Progress, Reader, Window
-from engine.extract_tally import Tally, TargetLoss, left_out_lines, warnings_about
-from engine.hf_target import HfTarget, import_transformers, load_hf_target
+from engine.extract_reader import Progress, Reader
+from engine.extract_tally import Tally, left_out_lines, warnings_about
+from engine.extract_work import Work
+from engine.hf_target import import_transformers, load_hf_target
 from engine.reports import make_console
-from engine.window_states import States, run_window
 
 REPORT, PROGRESS = "extraction.json", "unfinished-extraction.jsonl"
-PROGRESS_S = 5.0
 
 
 def extract_dataset(options: ExtractOptions) -> dict[str, Any]:
@@ -78,7 +68,7 @@ def extract_dataset(options: ExtractOptions) -> dict[str, Any]:
 
     tally = Tally(**progress.state.get("tally", {}))
     reader = Reader(options, tokenizer, tally, vocab_size=target.vocab_size, mask_token_id=mask_token_id)
-    work = Work(target, layers, options, writer, progress, console)
+    work = Work(target, layers, options, writer, progress, lambda text: _say(console, text))
     try:
         work.run(reader)
     except KeyboardInterrupt:
@@ -89,6 +79,7 @@ def extract_dataset(options: ExtractOptions) -> dict[str, Any]:
     if work.not_finite:
         tally.left_out["hidden states that are not finite"] = {"count": work.not_finite, "examples": []}
     if not writer.num_samples:
+        progress.remove()
         reasons = "; ".join(left_out_lines(tally.left_out)) or "the file is empty"
         raise ValueError(f"expected a sample in {options.data}, found none in {tally.records} records: {reasons}.")
     info = writer.close()
@@ -133,87 +124,6 @@ def extract_dataset(options: ExtractOptions) -> dict[str, Any]:
     progress.remove()
     _show(console, figures, tally)
     return figures
-
-
-class Work:
-    """The windows of a file through the target and onto the disk: one is read, one runs, one is written at a time.
-
-    `tokens` real ones in `slots` padded ones ran in `seconds`, of which it waited for reading and for writing;
-    `not_finite` samples were left out.
-    """
-
-    def __init__(
-        self,
-        target: HfTarget,
-        layers: Sequence[int],
-        options: ExtractOptions,
-        writer: DatasetWriter,
-        progress: Progress,
-        console: Console,
-    ) -> None:
-        self._target, self._layers, self._options = target, layers, options
-        self._writer, self._progress, self._console = writer, progress, console
-        self.loss = TargetLoss(**progress.state.get("loss", {}))
-        self.not_finite: int = progress.state.get("not_finite", 0)
-        self.tokens = self.slots = 0
-        self.seconds = self.reading_s = self.writing_s = 0.0
-
-    def run(self, reader: Reader) -> None:
-        """All windows from where the progress stands."""
-        began = shown = time.perf_counter()
-        size = self._options.data.stat().st_size
-        windows = reader.windows(self._progress.state.get("offset", 0))
-        with ThreadPoolExecutor(1) as reading, ThreadPoolExecutor(1) as writing:
-            coming = reading.submit(next, windows, None)
-            written: Future[None] | None = None
-            while (window := self._next(coming)) is not None:
-                coming = reading.submit(next, windows, None)
-                states, slots = run_window(self._target, window.samples, self._layers, self._options, self.loss)
-                self.slots += slots
-                self.tokens += sum(len(sample.input_ids) for sample in window.samples)
-                # With more than one window waiting to be written, memory would grow with the file.
-                self._wait(written)
-                written = writing.submit(self._write, *self._finite(states, window))
-                now = time.perf_counter()
-                if now - shown > PROGRESS_S:
-                    shown = now
-                    _say(
-                        self._console,
-                        f"{window.offset / size:6.1%}  {window.tally['samples']:,} samples, {window.tally['tokens']:,} tokens, "
-                        f"{self.tokens / (now - began):,.0f} tokens/s",
-                    )
-            self._wait(written)
-        self.seconds = time.perf_counter() - began
-
-    def _next(self, coming: Future[Window | None]) -> Window | None:
-        began = time.perf_counter()
-        window = coming.result()
-        self.reading_s += time.perf_counter() - began
-        return window
-
-    def _wait(self, written: Future[None] | None) -> None:
-        began = time.perf_counter()
-        if written is not None:
-            written.result()
-        self.writing_s += time.perf_counter() - began
-
-    def _finite(self, states: Sequence[States | None], window: Window) -> tuple[list[States], dict[str, Any]]:
-        """The samples to write, and the state to go on from when they are written."""
-        finite = [sample for sample in states if sample is not None]
-        self.not_finite += len(states) - len(finite)
-        return finite, {
-            "offset": window.offset,
-            "tally": window.tally,
-            "loss": asdict(self.loss),
-            "not_finite": self.not_finite,
-        }
-
-    def _write(self, states: Sequence[States], state: dict[str, Any]) -> None:
-        # How far the file is used is on disk before the shard is: one line too many is dropped, one too few is not.
-        self._progress.note({"samples": self._writer.num_samples + len(states), **state})
-        for sample in states:
-            self._writer.add(sample.tokens.input_ids, sample.tokens.loss_mask, sample.hidden, sample.last)
-        self._writer.end_shard()
 
 
 def _say(console: Console, text: str) -> None:

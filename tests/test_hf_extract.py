@@ -1,6 +1,7 @@
 """`data extract`: the dataset it writes, what it reports, and going on after a kill."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from bench.cli import main
 from buffers.dataset import Dataset, load_target_tensors
 from buffers.dataset_writer import DatasetWriter
-from engine import hf_target
+from engine import extract_reader, hf_target
 from engine.extract_options import ExtractOptions
 from engine.extract_reader import Progress
 from engine.hf_extract import extract_dataset
@@ -202,13 +204,21 @@ def test_mask_token_is_the_tokenizers_own_or_an_unused_row(tmp_path: Path) -> No
     )
 
 
-@pytest.mark.parametrize("place", ["before the shard", "behind the shard"])
+@pytest.mark.parametrize("place", ["before the shard", "behind the shard", "before the manifest"])
 def test_after_a_death_the_same_command_makes_the_same_folder(
     place: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = write_jsonl(tmp_path / "data.jsonl", [*id_records(9), "nonsense", *id_records(9, seed=1), {"a": 1}])
-    options = {"shard_tokens": 300}
-    whole = extract(model, data, tmp_path / "whole", **options)
+    records = [*id_records(9), "nonsense", *id_records(9, seed=1), {"a": 1}]
+    # What is not finite is no sample, and is not taken for one of those that are written already.
+    records[4:4] = [{"input_ids": [93] * n, "loss_mask": [1] * n} for n in (7, 60)]
+    data = write_jsonl(tmp_path / "data.jsonl", records)
+    # Windows of several shards, and shards of several batches.
+    monkeypatch.setattr(extract_reader, "WINDOW_TOKENS", 600)
+    options: dict[str, Any] = {"shard_tokens": 150, "token_budget": 100}
+    target = with_nan_row(tmp_path / "target")
+    whole = extract(target, data, tmp_path / "whole", **options)
+    not_finite = 2 + sum(93 in record["input_ids"] for record in id_records(9) + id_records(9, seed=1))
+    assert whole["shards"] >= 4 and whole["left_out"]["hidden states that are not finite"] == not_finite
     calls = 0
     note, end_shard = Progress.note, DatasetWriter.end_shard
 
@@ -221,23 +231,29 @@ def test_after_a_death_the_same_command_makes_the_same_folder(
 
     def counted_end(self: DatasetWriter) -> None:
         end_shard(self)
-        if calls == 3:
+        if calls == 3 and place == "behind the shard":
             raise Killed
+
+    def killed_close(self: DatasetWriter) -> None:
+        raise Killed
 
     with monkeypatch.context() as patch:
         patch.setattr(Progress, "note", counted_note)
         patch.setattr(DatasetWriter, "end_shard", counted_end)
+        if place == "before the manifest":
+            patch.setattr(DatasetWriter, "close", killed_close)
         with pytest.raises(Killed):
-            extract(model, data, tmp_path / "out", **options)
-    before = len(list((tmp_path / "out").glob("shard-*.safetensors")))
-    assert before == (2 if place == "before the shard" else 3)
+            extract(target, data, tmp_path / "out", **options)
+    shards = len(list((tmp_path / "out").glob("shard-*.safetensors")))
+    assert shards == {"before the shard": 2, "behind the shard": 3, "before the manifest": whole["shards"]}[place]
     with pytest.raises(ValueError, match="found another source. Choose"):
-        extract(model, data, tmp_path / "out", **options, max_length=50)
+        extract(target, data, tmp_path / "out", **options, max_length=50)
     with pytest.raises(ValueError, match="found another source, mask_token_id"):
-        extract(model, data, tmp_path / "out", **options, mask_token_id=4)
+        extract(target, data, tmp_path / "out", **options, mask_token_id=4)
 
-    figures = extract(model, data, tmp_path / "out", **options)
-    assert 0 < figures["samples_kept_from_before"] < figures["samples"]
+    figures = extract(target, data, tmp_path / "out", **options)
+    kept = figures["samples_kept_from_before"]
+    assert 0 < kept <= figures["samples"] and (kept == figures["samples"]) == (place == "before the manifest")
     resumed, straight = files_under(tmp_path / "out"), files_under(tmp_path / "whole")
     del resumed["extraction.json"], straight["extraction.json"]
     assert resumed == straight
@@ -285,20 +301,23 @@ def test_kill_9(model: Path, tmp_path: Path) -> None:
     assert resumed == straight
 
 
-def test_states_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model")
-    weights = folder / "model.safetensors"
-    from safetensors.torch import load_file, save_file
-
+def with_nan_row(folder: Path) -> Path:
+    """A model whose token 93 has NaN for an embedding. The probe at the start does not meet it: its tokens are 7919 apart."""
+    assert 93 not in {i * 7919 % SIZES["vocab_size"] for i in range(hf_target.PROBE_TOKENS)}
+    weights = save_model(folder) / "model.safetensors"
     tensors = load_file(weights)
     tensors["model.embed_tokens.weight"][93] = float("nan")
     save_file(tensors, weights, metadata={"format": "pt"})
-    # The probe at the start meets no token 93: rows that are 7919 apart.
-    assert 93 not in {i * 7919 % SIZES["vocab_size"] for i in range(hf_target.PROBE_TOKENS)}
+    return folder
+
+
+def test_states_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     records = [{"input_ids": [n] * 9, "loss_mask": [1] * 9} for n in (3, 93, 5)]
-    figures = extract(folder, write_jsonl(tmp_path / "data.jsonl", records), tmp_path / "out")
+    data = write_jsonl(tmp_path / "data.jsonl", records)
+    figures = extract(with_nan_row(tmp_path / "target"), data, tmp_path / "out")
     assert figures["samples"] == 2 and figures["left_out"] == {"hidden states that are not finite": 1}
     assert [int(Dataset(tmp_path / "out").sample(i).input_ids[0]) for i in range(2)] == [3, 5]
+    assert math.isfinite(figures["target_loss_nats"])
 
 
 def test_messages(model: Path, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
