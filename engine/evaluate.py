@@ -20,12 +20,12 @@ from engine.assemble import (
     resolve_precision,
 )
 from engine.data_source import open_data
-from engine.decode import Drafter, drafter_for
+from engine.decode import drafter_for
 from engine.decode_prompts import EMBEDDED, DecodeRequest, decode_prompts, one_thread, print_decoding
 from engine.demo import EMBEDDED_TARGET, held_out_prompts
 from engine.drafter_config import DrafterConfig
 from engine.engine import Engine
-from engine.export import load_trained
+from engine.export import find_trained, load_trained
 from engine.hf_decoding import load_decoding_target
 from engine.plots import plot_evaluation, require_plot
 from engine.precision import compute_dtype
@@ -49,8 +49,12 @@ def evaluate_drafter(
     """
     if plot is not None:
         require_plot(plot)
-    folder, config, weights = load_trained(source)
-    decoder = None if decode is None else _Decoder(config, weights, decode, settings)  # refuses before the work begins
+    folder = find_trained(source)
+    decoder = None if decode is None else _Decoder(decode, settings)
+    # speculators' layout does not say how many layers the target has.
+    _, config, weights = load_trained(folder, None if decoder is None else decoder.target.sizes[2])
+    if decoder is not None:
+        decoder.take(config, weights)  # refuses before the work begins
     figures: dict[str, Any] = {"drafter": str(folder), "block_size": config.block_size}
     if data is not None:
         figures |= _teacher_forced(folder, config, weights, data, settings)
@@ -66,34 +70,36 @@ def evaluate_drafter(
 
 
 class _Decoder:
-    """Target, drafter and prompts of one request, loaded and found to fit."""
+    """The target and the prompts of one request, and then the drafter."""
 
-    def __init__(
-        self, config: DrafterConfig, weights: dict[str, Tensor], request: DecodeRequest, settings: Settings
-    ) -> None:
+    def __init__(self, request: DecodeRequest, settings: Settings) -> None:
         device = resolve_device(settings.run.device)
         tokenizer: ByteTokenizer | HFTokenizer
+        self._request = request
         self.target: Any
         if request.target == EMBEDDED:
             # fp32 as in the demo, whose figures these are.
             self.target, tokenizer = load_target(EMBEDDED_TARGET, device, torch.float32), ByteTokenizer()
         else:
             precision = resolve_precision(settings.run.precision, device)
-            self.target = load_decoding_target(request.target, device, compute_dtype(precision))
-            tokenizer = HFTokenizer(request.target)
-        self.drafter: Drafter = drafter_for(config, weights, self.target)
+            dtype = compute_dtype(precision)
+            self.target, tokenizer = load_decoding_target(request.target, device, dtype), HFTokenizer(request.target)
         if request.prompts is not None:
-            self.prompts = read_prompts(request.prompts, tokenizer, self.target.sizes[1])
+            self._prompts = read_prompts(request.prompts, tokenizer, self.target.sizes[1])
         elif request.target == EMBEDDED:
-            self.prompts = held_out_prompts()
+            self._prompts = held_out_prompts()
         else:
             raise ValueError("expected a file of prompts to decode with, found none; name one with --prompts")
-        self._request = request
+
+    def take(self, config: DrafterConfig, weights: dict[str, Tensor]) -> None:
+        """Raises ValueError for a drafter of another target."""
+        self._drafter = drafter_for(config, weights, self.target)
 
     def run(self) -> dict[str, Any]:
+        """The figures of engine.decode_prompts."""
         embedded = self._request.target == EMBEDDED
         with one_thread() if embedded else nullcontext():
-            figures = decode_prompts(self.target, self.drafter, self.prompts, self._request.options)
+            figures = decode_prompts(self.target, self._drafter, self._prompts, self._request.options)
         return {"target": self._request.target} | figures
 
 

@@ -117,19 +117,20 @@ def _refuse_occupied(out: Path) -> None:
             raise ValueError(f"{out}: expected no {beside.name} beside it, found one; remove it or choose another name")
 
 
-def load_trained(source: Path) -> tuple[Path, DrafterConfig, dict[str, Tensor]]:
+def load_trained(source: Path, num_target_layers: int | None = None) -> tuple[Path, DrafterConfig, dict[str, Tensor]]:
     """The drafter of a run's folder (its best, else its last checkpoint's), of a training checkpoint or of a drafter's folder,
-    and the folder it was found in. Raises ValueError."""
-    chosen = _choose(source)
+    and the folder it was found in. num_target_layers: see load_drafter_config. Raises ValueError."""
+    chosen = find_trained(source)
     if (chosen / TRAINING_FILE).is_file():
         config, weights = saved_config(chosen), saved_weights(chosen)
         check_tensors(str(chosen / TRAINING_FILE), parameter_shapes(config), weights)
     else:
-        config, weights = load_drafter(chosen)
+        config, weights = load_drafter(chosen, num_target_layers)
     return chosen, config, weights
 
 
-def _choose(source: Path) -> Path:
+def find_trained(source: Path) -> Path:
+    """The folder that load_trained reads. Raises ValueError when there is none."""
     best, saved = source / "best", checkpoints(source / "checkpoints")
     for folder in (source, best, *reversed(saved[-1:])):
         if any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE, TRAINING_FILE)):

@@ -80,6 +80,20 @@ def test_greedy_decoding_of_a_transformers_model(
     assert picture.read_bytes().startswith(b"\x89PNG") and figures["plot"] == str(picture)
 
 
+def test_a_drafter_in_speculators_layout_decodes_the_same(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its config.json may leave the target's layers unsaid: the target says."""
+    drafter, other = save_new_drafter(tmp_path / "drafter"), tmp_path / "speculators"
+    assert main(["export", str(drafter), str(other), "--layout", "speculators", "--verifier", str(model)]) == 0
+    described = json.loads((other / "config.json").read_text())
+    del described["transformer_layer_config"]["num_target_layers"]
+    (other / "config.json").write_text(json.dumps(described))
+    options = ("--target", model, "--prompts", prompts, "--max-new-tokens", 12)
+    once, again = (decoding(capsys, folder, *options)["decoding"] for folder in (drafter, other))
+    assert once["acceptance_histogram"] == again["acceptance_histogram"]
+
+
 def test_sampled_decoding_draws_by_its_seed(
     model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
