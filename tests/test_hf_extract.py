@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,13 @@ from safetensors.torch import load_file, save_file
 from bench.cli import main
 from buffers.dataset import Dataset, load_target_tensors
 from buffers.dataset_writer import DatasetWriter
-from engine import extract_reader, hf_target
+from engine import extract_reader, extract_work, hf_target
 from engine.extract_options import ExtractOptions
 from engine.extract_reader import Progress
 from engine.hf_extract import extract_dataset
 from engine.length_batches import batches_of_like_length
 from engine.target import load_target
+from engine.window_states import BatchStates, run_batch
 from tests.hf_helpers import (
     CHATML,
     MARKED,
@@ -105,6 +108,34 @@ def test_what_samples_run_with_does_not_matter(model: Path, tmp_path: Path) -> N
         a, b = one.sample(i), other.sample(i)
         assert torch.equal(a.input_ids, b.input_ids)
         torch.testing.assert_close(a.hidden_states, b.hidden_states, rtol=2**-7, atol=1e-4)
+
+
+def test_states_in_memory_are_bounded_whatever_the_file(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[weakref.ref[BatchStates]] = []
+    held = 0
+
+    def watched(*arguments: Any, **options: Any) -> BatchStates:
+        nonlocal held
+        states = run_batch(*arguments, **options)
+        batches.append(weakref.ref(states))
+        held = max(held, sum(each.num_tokens for ref in batches if (each := ref()) is not None))
+        return states
+
+    add = DatasetWriter.add
+
+    def slow(self: DatasetWriter, *arguments: Any) -> int:
+        # Slower than the target: states would pile up.
+        time.sleep(0.02)
+        return add(self, *arguments)
+
+    monkeypatch.setattr(extract_work, "run_batch", watched)
+    monkeypatch.setattr(DatasetWriter, "add", slow)
+    data = write_jsonl(tmp_path / "data.jsonl", id_records(80))
+    figures = extract(model, data, tmp_path / "out", token_budget=200, shard_tokens=600)
+    # A shard's that wait, the batch at hand and the one that is written.
+    assert 400 < held <= 600 + 2 * 200 < figures["tokens"] / 3
 
 
 def test_batches_hold_like_lengths_within_the_budget() -> None:
