@@ -26,12 +26,15 @@ def plan_for(
     """The buckets for samples of `lengths` int64[n] tokens and `eligible_counts` int64[n] places for an anchor: planned, or
     the fixed lengths of the settings with N and B by the same rules. Raises ValueError as the planner does."""
     b = settings.buckets
+    # The reference forms all scores of a row, whoever may see them: there long rows cost, shared or not.
+    dense = device.type == "cpu" or settings.model.attention == "reference"
+    seen = 0.0 if dense else context_seen(settings, lengths, eligible_counts, config)
     options: dict[str, Any] = {
         "num_anchors": b.num_anchors,
         "K": config.block_size,
         "max_buckets": b.max_buckets,
         "token_budget": b.token_budget,
-        "cost": planning_cost(config, device.type, context_seen(settings, lengths, eligible_counts, config)),
+        "cost": planning_cost(config, device.type, seen),
         "max_length": b.max_length,
         "max_rows": b.max_rows,
         "too_long": settings.data.too_long,
