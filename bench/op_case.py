@@ -80,13 +80,16 @@ class Case:
 
 
 def differentiable(op: Callable[[Data], Any]) -> Call:
-    """The outputs of op and all gradients; those of weights from the arena where the op adds them there itself."""
+    """The outputs of op and all gradients, as of a step's first micro-batch; those of weights from the arena where the op puts
+    them there itself."""
 
     def forward(data: Data) -> tuple[Tensor, ...]:
         outputs = op(data)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     def run(data: Data) -> Results:
+        for weight in data.weights.values():
+            weight.sums.begin(first=True)
         outputs = forward(data)
         values = [*data.leaves.values(), *(weight.value for weight in data.weights.values())]
         found = torch.autograd.grad(outputs, values, data.gradients, allow_unused=True)

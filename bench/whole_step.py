@@ -54,7 +54,8 @@ def whole_step(subjects: DatasetSubjects, subject: Subject, *, repeats: int) -> 
     check_update(subject)
 
     def forward_backward() -> None:
-        engine.micro_step(subject.bucket)
+        # As the first micro-batch of a step: the others add to its gradients.
+        engine.executor.run(subject.step)
 
     def step() -> None:
         inputs.next()

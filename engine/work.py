@@ -39,7 +39,7 @@ def update_bytes(params: ParamArena) -> int:
     and both moments read and written. 30 a parameter with bf16 weights and gradients."""
     weight, grad = params.weight.element_size(), params.grad.element_size()
     own_weight = 0 if params.master is params.weight else weight
-    return params.size * (3 * grad + own_weight + 3 * 2 * 4)
+    return params.size * (2 * grad + own_weight + 3 * 2 * 4)
 
 
 def planning_cost(config: DrafterConfig, device_type: str, seen: float = 0.0) -> Callable[[Bucket], float]:
