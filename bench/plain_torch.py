@@ -16,9 +16,9 @@ from torch import Tensor
 from engine.kernels import ATTENTIONS, Attend
 from engine.mask import DraftMask
 from engine.model import Drafter
-from engine.objective import labels_and_weights
 from engine.ops.qkv_rope_ref import rotate
 from engine.ops.rms_norm_ref import normalise
+from engine.ops.supervision_ref import supervision_ref
 from engine.ops.weight import Weight
 from engine.step import StepParts
 
@@ -128,14 +128,20 @@ class CompiledStep:
         self.forget()
         parts = self._parts
         hidden_BNKD = self._forward(parts.drafter, self._batch, self._attention)
-        labels, w = labels_and_weights(self._batch, parts.drafter.config.block_size)
+        s = supervision_ref(
+            self._batch["input_ids"],
+            self._batch["loss_mask"],
+            self._batch["anchor_positions"],
+            self._batch["block_keep_mask"],
+            self._batch["context_end"],
+            parts.objective.gamma if parts.objective.weighting == "decay" else None,
+            block_size=parts.drafter.config.block_size,
+        )
         rows = hidden_BNKD.detach().flatten(0, 2)
         _, dh = cross_entropy(
-            rows, parts.head.weight, labels.flatten(), chunk_rows=parts.chunk_rows, losses=self._losses
+            rows, parts.head.weight, s.labels.flatten(), chunk_rows=parts.chunk_rows, losses=self._losses
         )
-        if parts.objective.weighting == "decay":
-            w = w * torch.exp(-torch.arange(w.shape[-1], device=w.device) / parts.objective.gamma)
-        hidden_BNKD.backward(dh.view_as(hidden_BNKD) * (w * parts.objective.ce_weight)[..., None].to(dh.dtype))
+        hidden_BNKD.backward(dh.view_as(hidden_BNKD) * (s.decayed * parts.objective.ce_weight)[..., None].to(dh.dtype))
 
     def collect_gradients(self) -> None:
         """Adds autograd's gradients to the arena, where the engine's own lie, and forgets them."""

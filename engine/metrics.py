@@ -10,19 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.objective import BlockSums
+from engine.ops.block_sums_ref import SUMS
 
-_SUMS = (
-    "loss",
-    "weight",
-    "ce",
-    "kl",
-    "accepted",
-    "blocks",
-    "useful_tokens",
-    "slot_tokens",
-    "micro_batches",
-    "bad_micro_batches",
-)
+_SUMS = (*SUMS, "useful_tokens", "slot_tokens", "micro_batches", "bad_micro_batches")
 
 
 class Metrics:
@@ -36,14 +26,14 @@ class Metrics:
 
     def add(self, sums: BlockSums, row_lengths_B: Tensor, slot_tokens: int) -> None:
         """One micro-batch. A sum that is not finite is left out and counted: one bad batch must not hide all that follow."""
-        values = torch.stack(
-            [sums.loss, sums.weight, sums.ce, sums.kl, sums.accepted, sums.blocks, row_lengths_B.double().sum()]
-        )
-        finite = values.isfinite().all()
-        values = torch.where(finite, values, 0.0)
-        rest = torch.stack([torch.full_like(values[0], slot_tokens), torch.ones_like(values[0]), (~finite).double()])
-        self.sums += torch.cat([values, rest])
-        self.slots += torch.where(finite, torch.stack([sums.correct_k, sums.supervised_k]), 0.0)
+        finite = sums.totals.isfinite().all()
+        of_blocks, useful, slots, batches, bad = self.sums.split([len(sums.totals), 1, 1, 1, 1])
+        of_blocks += torch.where(finite, sums.totals, 0.0)
+        self.slots += torch.where(finite, sums.slots, 0.0)
+        useful += torch.where(finite, row_lengths_B.sum(), 0)
+        slots += slot_tokens
+        batches += 1
+        bad += ~finite
         if sums.blocks_by_accepted is not None:
             self.blocks_by_accepted += torch.where(finite, sums.blocks_by_accepted, 0.0)
 

@@ -70,15 +70,19 @@ class Drafter:
         ops.zero_padding(batch["target_hidden"], batch["row_lengths"])
         context = ops.linear(rearrange(batch["target_hidden"], "b s f -> (b s) f"), self.fc)
         _, context = ops.add_rms_norm(context, None, self.hidden_norm, config.rms_norm_eps)
-        padding_BS = torch.arange(S, device=mask.anchor_positions.device) >= batch["row_lengths"][:, None]
-        context_positions = torch.where(padding_BS, 0, batch["position_ids"]).flatten()
-        draft_positions = self._draft_positions(batch["position_ids"], mask)
-        anchors_BN = self._anchor_ids(batch["input_ids"], mask)
+        tokens = ops.draft_tokens(
+            batch["input_ids"],
+            batch["position_ids"],
+            batch["row_lengths"],
+            batch["anchor_positions"],
+            batch["block_keep_mask"],
+            block_size=K,
+            mask_token_id=config.mask_token_id,
+        )
         # One row for slot 0 of every block and a last one for all mask slots, which layer 0 projects once.
-        ids = torch.cat([anchors_BN.flatten(), anchors_BN.new_full((1,), config.mask_token_id)])
-        shared, stream, delta = self.embedding[ids], self._draft_embeddings(anchors_BN), None
+        shared, stream, delta = self.embedding[tokens.shared_ids], self.embedding[tokens.ids], None
         for i, attend in enumerate(attends):
-            layer = partial(self._layer, i, attend, B, context_positions, draft_positions)
+            layer = partial(self._layer, i, attend, B, tokens.context_positions, tokens.positions)
             if self.recompute == "layer" and torch.is_grad_enabled():
                 layer = partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=False)
             stream, delta = layer(context, stream, delta, shared if i == 0 else None)
@@ -135,24 +139,6 @@ class Drafter:
         kinds = [(self.config.layer_window(i), self.config.layer_causal(i)) for i in range(len(self.layers))]
         made = {kind: self.ops.attention(mask, S, window=kind[0], causal=kind[1]) for kind in dict.fromkeys(kinds)}
         return [made[kind] for kind in kinds]
-
-    def _anchor_ids(self, input_ids_BS: Tensor, mask: DraftMask) -> Tensor:
-        """x[a] of every block; the mask token for an unused one, whatever its row holds. int32 [B, N]."""
-        ids = input_ids_BS.gather(1, mask.anchor_positions.long())
-        return torch.where(mask.block_keep_mask > 0, ids, self.config.mask_token_id)
-
-    def _draft_embeddings(self, anchors_BN: Tensor) -> Tensor:
-        """The embedding of x[a], then K - 1 times the mask token's, for every block. [B * N * K, D]."""
-        slot = torch.arange(self.config.block_size, device=anchors_BN.device)
-        ids = torch.where(slot == 0, anchors_BN[..., None], self.config.mask_token_id)
-        return self.embedding[ids.flatten()]
-
-    def _draft_positions(self, position_ids_BS: Tensor, mask: DraftMask) -> Tensor:
-        """Position of the anchor in its document, plus the slot. int32 [B * N * K]."""
-        at_anchor = position_ids_BS.gather(1, mask.anchor_positions.long())
-        at_anchor = torch.where(mask.block_keep_mask > 0, at_anchor, 0)
-        slot = torch.arange(mask.block_size, device=at_anchor.device, dtype=at_anchor.dtype)
-        return (at_anchor[..., None] + slot).flatten()
 
 
 def _layer_weights(params: ParamArena, prefix: str) -> dict[str, Weight]:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels import Ops
+from engine.ops.block_sums_ref import SUMS
+from engine.ops.draft_inputs import Supervision
 from engine.ops.rms_norm_ref import normalise
 from engine.ops.row_loss import RowLoss, Teacher
 
@@ -41,36 +43,24 @@ class TargetHead:
 
 @dataclass(frozen=True)
 class BlockSums:
-    """Sums over one micro-batch, all 0-D or [K - 1] fp64 on the device, and dh [B, N, K - 1, D]: d(loss)/d(hidden).
+    """One micro-batch's numbers, fp64 on the device. totals [6]: loss, weight, ce, kl, accepted, blocks (block_sums_ref.SUMS);
+    slots [2, K - 1]: correct and supervised by slot; blocks_by_accepted [K]: kept blocks in which 0..K-1 drafts stand, formed
+    where no gradient is, for evaluation alone; dh [B, N, K - 1, D]: d(loss)/d(hidden), or None."""
 
-    blocks_by_accepted [K]: kept blocks in which 0..K-1 drafts stand; formed where no gradient is, for evaluation alone.
-    """
-
-    loss: Tensor
-    weight: Tensor
-    ce: Tensor
-    kl: Tensor
-    supervised_k: Tensor
-    correct_k: Tensor
-    accepted: Tensor
-    blocks: Tensor
+    totals: Tensor
+    slots: Tensor
     blocks_by_accepted: Tensor | None
     dh: Tensor | None
 
+    @property
+    def loss(self) -> Tensor:
+        """The weighted sum, 0-D."""
+        return self.totals[0]
 
-def labels_and_weights(batch: Mapping[str, Tensor], block_size: int) -> tuple[Tensor, Tensor]:
-    """(labels int64, w fp32), both [B, N, K - 1]: x[a + k] and keep * m[a + k] * [a + k in the anchor's document].
-
-    Labels of weight 0 are token 0, whatever the padding holds.
-    """
-    anchors, S = batch["anchor_positions"], batch["input_ids"].shape[1]
-    slot = torch.arange(1, block_size, device=anchors.device, dtype=anchors.dtype)
-    at = anchors[..., None] + slot
-    inside = (at < batch["context_end"][..., None]) & (batch["block_keep_mask"][..., None] > 0)
-    index = at.clamp(max=S - 1).long().flatten(1)
-    supervised = inside & (batch["loss_mask"].gather(1, index).view_as(at) > 0)
-    labels = torch.where(supervised, batch["input_ids"].gather(1, index).view_as(at), 0)
-    return labels.long(), supervised.float()
+    @property
+    def weight(self) -> Tensor:
+        """What the sum is over, 0-D."""
+        return self.totals[1]
 
 
 def dpace_weights(ce: Tensor, w: Tensor, alpha: float) -> Tensor:
@@ -92,12 +82,12 @@ def block_loss(
 ) -> BlockSums:
     """h: hidden states of slots 1..K-1 [B, N, K - 1, D], detached. Forms the input gradient here; nothing of size V stays."""
     B, N, slots, D = h_BNKD.shape
-    labels, w = labels_and_weights(batch, slots + 1)
+    s = supervision_of(batch, objective, ops, block_size=slots + 1)
     teacher = _teacher(batch, head, slots + 1, D) if objective.uses_kl else None
     rows: RowLoss = ops.frozen_head(
         h_BNKD.reshape(-1, D),
         head.weight,
-        labels.flatten(),
+        s.labels.flatten(),
         ce_weight=objective.ce_weight,
         kl_weight=objective.kl_weight,
         teacher=teacher,
@@ -105,39 +95,35 @@ def block_loss(
         chunk_rows=chunk_rows,
     )
     ce, kl, correct = (t.view(B, N, slots) for t in (rows.ce, rows.kl, rows.correct))
-    if objective.weighting == "dpace":
-        weight = w * dpace_weights(ce, w, objective.dpace_alpha)
-        total_weight = _supervised_documents(batch, w)
-    else:
-        k = torch.arange(slots, device=w.device)
-        weight = w * torch.exp(-k / objective.gamma) if objective.weighting == "decay" else w
-        total_weight = weight.double().sum()
-    row_loss = objective.ce_weight * ce
-    if objective.uses_kl:
-        row_loss = row_loss + objective.kl_weight * kl
-    right = correct & (w > 0)
-    accepted = ((right | (w == 0)).cumprod(-1) * (w > 0)).sum(-1)
-    kept = batch["block_keep_mask"] > 0
-
-    def weighted(x: Tensor) -> Tensor:
-        # where, not a product: a row of weight 0 may hold anything, and 0 * NaN is NaN.
-        return torch.where(weight > 0, x * weight, 0.0).double().sum()
-
+    dpace = objective.weighting == "dpace"
+    weight = s.w * dpace_weights(ce, s.w, objective.dpace_alpha) if dpace else s.decayed
+    soft = kl if objective.uses_kl else None
+    keep, loss_weights = batch["block_keep_mask"], (objective.ce_weight, objective.kl_weight)
+    sums, accepted = ops.block_sums(ce, soft, correct, s.w, weight, keep, *loss_weights)
+    if dpace:
+        sums[1] = _supervised_documents(batch, s.w)
     dh = None
     if rows.dh is not None:
         ops.weigh_rows(rows.dh, rows.dh_scale, weight.flatten())
         dh = rows.dh.view(B, N, slots, D)
     return BlockSums(
-        loss=weighted(row_loss),
-        weight=total_weight.double(),
-        ce=weighted(ce),
-        kl=weighted(kl),
-        supervised_k=w.double().sum((0, 1)),
-        correct_k=right.double().sum((0, 1)),
-        accepted=accepted.double().sum(),
-        blocks=kept.double().sum(),
-        blocks_by_accepted=None if gradient else _histogram(accepted, kept, slots + 1),
+        totals=sums[: len(SUMS)],
+        slots=sums[len(SUMS) :].view(2, slots),
+        blocks_by_accepted=None if gradient else _histogram(accepted, keep > 0, slots + 1),
         dh=dh,
+    )
+
+
+def supervision_of(batch: Mapping[str, Tensor], objective: Objective, ops: Ops, *, block_size: int) -> Supervision:
+    """Labels, weights and their decay for every slot that predicts."""
+    return ops.supervision(
+        batch["input_ids"],
+        batch["loss_mask"],
+        batch["anchor_positions"],
+        batch["block_keep_mask"],
+        batch["context_end"],
+        objective.gamma if objective.weighting == "decay" else None,
+        block_size=block_size,
     )
 
 

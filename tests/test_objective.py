@@ -8,7 +8,8 @@ from torch import Tensor
 
 from buffers.shapes import Bucket
 from engine.kernels import reference_ops
-from engine.objective import BlockSums, Objective, TargetHead, block_loss, dpace_weights, labels_and_weights
+from engine.objective import BlockSums, Objective, TargetHead, block_loss, dpace_weights, supervision_of
+from engine.ops.block_sums_ref import SUMS
 from engine.optimizer import AdamW
 from tests.drafter_helpers import (
     Step,
@@ -97,6 +98,15 @@ def some_batch() -> tuple[dict[str, Tensor], Tensor, Tensor]:
     return batch, hidden, head
 
 
+def labels_and_weights(batch: dict[str, Tensor], block_size: int) -> tuple[Tensor, Tensor]:
+    s = supervision_of(batch, objective(), reference_ops(), block_size=block_size)
+    return s.labels, s.w
+
+
+def numbers(found: BlockSums) -> dict[str, float]:
+    return dict(zip(SUMS, found.totals.tolist(), strict=True))
+
+
 def loss_of(
     hidden: Tensor, batch: dict[str, Tensor], head: TargetHead, loss: Objective, chunk_rows: int = 7
 ) -> BlockSums:
@@ -124,20 +134,20 @@ def test_loss_and_gradient_equal_those_of_full_logits(weighting: str, norm: str)
     torch.testing.assert_close(found.loss, expected.detach(), rtol=1e-6, atol=0)
     torch.testing.assert_close(found.dh, leaf.grad, rtol=0, atol=2e-6 * leaf.grad.abs().max().item())
     torch.testing.assert_close(found.weight, weight.double(), rtol=1e-6, atol=0)
-    assert found.supervised_k.sum() == counts["supervised"]
-    assert found.correct_k.sum() == counts["correct"]
+    assert found.slots.sum(1).tolist() == [counts["correct"], counts["supervised"]]
     assert 0 < counts["correct"] < counts["supervised"]
-    assert found.accepted == counts["accepted"]
-    assert found.blocks == counts["blocks"] == 7
-    torch.testing.assert_close(0.7 * found.ce + float(loss.kl_weight) * found.kl, found.loss, rtol=1e-6, atol=0)
+    sums = numbers(found)
+    assert sums["accepted"] == counts["accepted"]
+    assert sums["blocks"] == counts["blocks"] == 7
+    assert math.isclose(0.7 * sums["ce"] + float(loss.kl_weight) * sums["kl"], sums["loss"], rel_tol=1e-6)
 
 
 def test_cross_entropy_alone_reads_no_teacher() -> None:
     batch, hidden, head = some_batch()
     del batch["last_hidden"]
     found = loss_of(hidden, batch, TargetHead(head), objective())
-    assert found.kl == 0
-    assert found.loss == found.ce
+    assert numbers(found)["kl"] == 0
+    assert numbers(found)["loss"] == numbers(found)["ce"]
 
 
 def test_a_weight_written_between_steps_is_the_one_in_force() -> None:
@@ -187,8 +197,8 @@ def test_a_slot_without_label_neither_ends_nor_lengthens_what_is_accepted(
     for slot, is_right in zip((0, 1, 3), right, strict=True):
         hidden[0, 0, slot, slot + 1 if is_right else 6] = 5.0
     found = loss_of(hidden, batch, TargetHead(torch.eye(8)), objective())
-    assert found.supervised_k.tolist() == [1, 1, 0, 1]
-    assert (int(found.accepted), int(found.correct_k.sum())) == (accepted, correct)
+    assert found.slots[1].tolist() == [1, 1, 0, 1]
+    assert (numbers(found)["accepted"], int(found.slots[0].sum())) == (accepted, correct)
 
 
 @pytest.mark.parametrize("chunk_blocks", [1, 7, 64])

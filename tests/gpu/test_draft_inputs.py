@@ -1,0 +1,27 @@
+"""The kernels around the draft, on the GPU."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from tests.draft_cases import check_block_sums, check_draft_tokens, check_supervision
+from tests.gpu.engine_helpers import CUDA as DEVICE
+
+
+@pytest.mark.parametrize("K", [2, 7, 16])
+def test_draft_tokens(K: int) -> None:
+    check_draft_tokens(DEVICE, K)
+
+
+@pytest.mark.parametrize("K", [2, 7, 16])
+@pytest.mark.parametrize("has_gamma", [True, False])
+def test_supervision(K: int, has_gamma: bool) -> None:
+    check_supervision(DEVICE, K, has_gamma)
+
+
+@pytest.mark.parametrize("K", [2, 7, 16])
+@pytest.mark.parametrize("has_kl", [True, False])
+def test_block_sums(K: int, has_kl: bool) -> None:
+    check_block_sums(DEVICE, K, has_kl)
