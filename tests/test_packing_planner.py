@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from buffers.batching import Batch, BatchPlan
@@ -12,10 +13,11 @@ from buffers.dataset import Dataset
 from buffers.packing_planner import blocks_wanted, plan_packed
 from buffers.planner import Plan, check_ascending, plan_buckets
 from buffers.shapes import Bucket
-from engine.assemble import make_batch_plan
+from buffers.staging import InputPipeline
+from engine.assemble import drafter_config, frozen_target, make_batch_plan, make_plan
 from engine.planning import show_plan
 from engine.settings import load_settings
-from tests.drafter_helpers import assert_same_bits
+from tests.drafter_helpers import CPU, assert_close, assert_same_bits, cloned, make_step, objective
 from tests.run_helpers import (
     SETTINGS,
     checkpoint_tensors,
@@ -168,6 +170,31 @@ def test_packing_may_change_in_the_middle_of_an_epoch(
     for epoch in range(2):
         served = tokens_of_epoch(steps_taken, epoch)
         assert set(served) == every_token(data) and set(served.values()) == {1}
+
+
+@pytest.mark.parametrize("weighting", ["decay", "dpace"])
+def test_a_whole_epoch_has_the_same_loss_and_gradients_packed_or_not(tmp_path: Path, weighting: str) -> None:
+    """Through plan, loader and step: the same anchors of the same documents, whatever row they lie in."""
+    data = training_dataset(tmp_path / "data", (40, 130, 60, 150, 90, 170, 50, 140, 80, 160, 20, 30))
+    dataset = Dataset(data)
+    found = []
+    for packing in ("false", "true"):
+        settings = run_settings(data, tmp_path / "run", f"buckets.packing={packing}", "buckets.num_anchors=48")
+        config = drafter_config(settings, dataset.info)
+        buckets = make_plan(settings, dataset, config, CPU).buckets
+        step = make_step(config, frozen_target(settings, dataset), objective(weighting), max_positions=512)
+        batches = make_batch_plan(settings, dataset, buckets).epoch(2)
+        with InputPipeline(dataset, buckets, seed=0, device=CPU, dtype=torch.float32) as inputs:
+            loaded = []
+            for batch in batches:
+                inputs.load(batch)
+                loaded.append(cloned(inputs.inputs(batch.bucket)))
+        outcome = step.outcome(*loaded)
+        outcome["metrics"] = outcome["metrics"][:-3]  # slot_tokens and the counts of batches
+        found.append((len(batches), outcome))
+    (rows, alone), (packed_rows, packed) = found
+    assert packed_rows < rows
+    assert_close(packed, alone, 5e-6)
 
 
 def test_held_out_loss_is_the_same_packed_or_not(tmp_path: Path) -> None:
