@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.ops.fp8_rows import Fp8Rows, Fp8Turned
+from engine.ops.weight import Weight
 
 
 def product(x: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> Tensor:
@@ -20,9 +21,16 @@ def input_gradient(dy: Fp8Rows, weight: Fp8Turned, dtype: torch.dtype) -> Tensor
     return _rows_product(dy, weight.values, scale, dtype)
 
 
-def add_weight_gradient_(grad_OI: Tensor, dy: Fp8Turned, x: Fp8Turned, dtype: torch.dtype) -> None:
-    """grad += dy^T x, rounded to `dtype` on the way. Sums in fp32 all the way: with one scale an operand it costs nothing."""
-    grad_OI.add_(torch._scaled_mm(dy.values, x.values.t(), dy.scale, x.scale, out_dtype=dtype))
+def add_weight_gradient(weight: Weight, dy: Fp8Turned, x: Fp8Turned, dtype: torch.dtype) -> None:
+    """The gradient dy^T x, rounded to `dtype` on its way into the arena; straight into it where it begins the sum of a step.
+    Sums in fp32 all the way: with one scale an operand it costs nothing."""
+    operands = dy.values, x.values.t(), dy.scale, x.scale
+    if weight.adds():
+        weight.grad.add_(torch._scaled_mm(*operands, out_dtype=dtype))
+    elif weight.grad.dtype == dtype:
+        torch._scaled_mm(*operands, out_dtype=dtype, out=weight.grad)
+    else:
+        weight.grad.copy_(torch._scaled_mm(*operands, out_dtype=dtype))
 
 
 def _rows_product(a: Fp8Rows, b_NK: Tensor, scale_1N: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.ops.fp8_matmul import add_weight_gradient_, input_gradient, product
+from engine.ops.fp8_matmul import add_weight_gradient, input_gradient, product
 from engine.ops.fp8_norm import norm_rows
 from engine.ops.fp8_rows import Fp8Rows, Fp8Turned, quantise_rows, turned
 from engine.ops.fp8_swiglu import swiglu_backward_rows, swiglu_rows
@@ -20,22 +20,22 @@ class _NormMLPFp8(torch.autograd.Function):
         ctx,
         residual: Tensor,
         delta: Tensor | None,
-        norm: Tensor,
-        norm_grad: Tensor,
+        norm_value: Tensor,
+        norm: Weight,
         eps: float,
-        gate_up: Tensor,
-        gate_up_grad: Tensor,
-        down: Tensor,
-        down_grad: Tensor,
+        gate_up_value: Tensor,
+        gate_up: Weight,
+        down_value: Tensor,
+        down: Weight,
         drop: int,
         recompute: bool,
     ) -> tuple[Tensor, Tensor]:
-        total, x8, rstd = norm_rows(residual, delta, norm, eps, drop)
-        kept, act8 = _to_activation(x8, gate_up)
-        down8 = quantise_rows(down)
+        total, x8, rstd = norm_rows(residual, delta, norm_value, eps, drop)
+        kept, act8 = _to_activation(x8, gate_up_value)
+        down8 = quantise_rows(down_value)
         of_down = turned(down8)
-        ctx.save_for_backward(total, norm, rstd, gate_up, of_down.values, of_down.scale, *([] if recompute else kept))
-        ctx.norm_grad, ctx.gate_up_grad, ctx.down_grad = norm_grad, gate_up_grad, down_grad
+        ctx.save_for_backward(total, rstd, gate_up_value, of_down.values, of_down.scale, *([] if recompute else kept))
+        ctx.norm, ctx.gate_up, ctx.down = norm, gate_up, down
         ctx.has_delta, ctx.drop, ctx.eps = delta is not None, drop, eps
         ctx.set_materialize_grads(False)
         y = product(act8, down8, total.dtype)
@@ -43,20 +43,20 @@ class _NormMLPFp8(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dtotal: Tensor | None, dy: Tensor | None):
-        total, norm, rstd, gate_up, down, down_scale, *kept = ctx.saved_tensors
+        total, rstd, gate_up, down, down_scale, *kept = ctx.saved_tensors
         assert dy is not None, "the output of norm_mlp is always used"
         if not kept:
-            kept, _ = _to_activation(norm_rows(total, None, norm, ctx.eps)[1], gate_up)
+            kept, _ = _to_activation(norm_rows(total, None, ctx.norm.value, ctx.eps)[1], gate_up)
         hidden, x, x_scale, gate_up8, gate_up_scale, act, act_scale = kept
         dy8 = quantise_rows(dy)
         dact = input_gradient(dy8, Fp8Turned(down, down_scale), dy.dtype)
-        add_weight_gradient_(ctx.down_grad, turned(dy8), turned(Fp8Rows(act, act_scale)), dy.dtype)
+        add_weight_gradient(ctx.down, turned(dy8), turned(Fp8Rows(act, act_scale)), dy.dtype)
         dhidden8 = swiglu_backward_rows(hidden, dact)
         del dact
-        add_weight_gradient_(ctx.gate_up_grad, turned(dhidden8), Fp8Turned(x, x_scale), dy.dtype)
+        add_weight_gradient(ctx.gate_up, turned(dhidden8), Fp8Turned(x, x_scale), dy.dtype)
         dx = input_gradient(dhidden8, Fp8Turned(gate_up8, gate_up_scale), dy.dtype)
         needs_dx = ctx.needs_input_grad[0] or (ctx.has_delta and ctx.needs_input_grad[1])
-        dtotal = norm_backward(dx, dtotal, total, Weight(norm, ctx.norm_grad), rstd, drop=ctx.drop, needs_dx=needs_dx)
+        dtotal = norm_backward(dx, dtotal, total, ctx.norm, rstd, drop=ctx.drop, needs_dx=needs_dx)
         return dtotal, (dtotal if ctx.has_delta else None), *[None] * 9
 
 
@@ -88,12 +88,12 @@ def norm_mlp_fp8(
         residual_RD,
         delta_RD,
         norm.value,
-        norm.grad,
+        norm,
         eps,
         gate_up.value,
-        gate_up.grad,
+        gate_up,
         down.value,
-        down.grad,
+        down,
         drop_first_of,
         recompute,
     )
