@@ -21,16 +21,18 @@ from bench.subjects import Subject, dataset_subjects
 from bench.timed_step import measure_step
 from bench.timing import matmul_tflops, provenance, write_result
 from bench.workloads import Workload, chosen_workloads
+from buffers import mixture as datasets
 from buffers.batching import Batch
+from buffers.dataset import folder_names
 from engine.assemble import drafter_config, make_plan, resolve_device
 from engine.bucketing import plan_for
-from engine.data_source import open_data
+from engine.data_source import open_training_data
 from engine.reports import make_console, print_table
 from engine.settings import Settings
 
 
 def run(
-    data: Path | None,
+    data: Path | Sequence[str | Path] | None,
     settings: Settings,
     *,
     samples: int = 2000,
@@ -42,9 +44,9 @@ def run(
 ) -> dict[str, Any]:
     """Measures and prints; returns (and writes to `out`) a record a bucket and the epoch's, with where it was measured.
 
-    data: a dataset's folder; without it `samples` of a mixture of lengths, the part `supervised` of each with labels, on the
-    model of the first of `workloads` (W2; tiny on the CPU). Raises ValueError when a replay differs from its eager step, or
-    allocates or compiles.
+    data: a dataset's folder, or several, mixed by data.weights; without it `samples` of a mixture of lengths, the part
+    `supervised` of each with labels, on the model of the first of `workloads` (W2; tiny on the CPU). Raises ValueError when a
+    replay differs from its eager step, or allocates or compiles.
     """
     check_plot(plot)
     device = resolve_device(settings.run.device)
@@ -62,8 +64,12 @@ def run(
     return figures
 
 
-def _dataset(data: Path, settings: Settings, device: torch.device, repeats: int) -> dict[str, Any]:
-    dataset = open_data(data, settings)
+def _dataset(
+    data: Path | Sequence[str | Path], settings: Settings, device: torch.device, repeats: int
+) -> dict[str, Any]:
+    dataset = open_training_data(data, settings)
+    included = dataset.included(0) if isinstance(dataset, datasets.Mixture) else None
+    lengths = dataset.lengths if included is None else dataset.lengths[included]
     config = drafter_config(settings, dataset.info)
     longest = make_plan(_unpacked(settings), dataset, config, device).buckets[-1].S
     measured = {}
@@ -73,7 +79,7 @@ def _dataset(data: Path, settings: Settings, device: torch.device, repeats: int)
             measured[name] = _epoch(found, subjects.batches, repeats)
             del subjects, found
         _free(device)
-    return _record(measured, {"data": str(data), **_lengths(dataset.lengths)})
+    return _record(measured, {"data": folder_names(dataset), **_lengths(lengths)})
 
 
 def _mixture(

@@ -45,7 +45,7 @@ def step(
 
 
 @bench.command()
-@click.argument("data", required=False, type=click.Path(path_type=Path))
+@click.argument("data", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
     "--mixture",
     is_flag=True,
@@ -64,7 +64,7 @@ def step(
 @workload_option
 @measure_options(20)
 def buckets(
-    data: Path | None,
+    data: tuple[Path, ...],
     mixture: bool,
     samples: int,
     supervised: float,
@@ -78,18 +78,19 @@ def buckets(
 ) -> None:
     """Tokens/s of each bucket and of an epoch, against padding to the longest sample and against eager steps.
 
-    The buckets are those of the plan for the dataset in the folder DATA, or for a mixture of lengths on the model of one
-    --workload (W2, on the CPU tiny). With buckets.packing one sample a row is timed too.
+    The buckets are those of the plan for the dataset in the folder DATA (several folders are mixed, with data.weights), or
+    for a mixture of lengths on the model of one --workload (W2, on the CPU tiny). With buckets.packing one sample a row is
+    timed too.
     """
-    if (data is None) != mixture:
-        raise click.UsageError("Expected either DATA or --mixture, found " + ("neither." if data is None else "both."))
-    if workloads and (data is not None or len(workloads) > 1):
+    if (not data) != mixture:
+        raise click.UsageError("Expected either DATA or --mixture, found " + ("both." if data else "neither."))
+    if workloads and (data or len(workloads) > 1):
         raise click.UsageError("Expected at most one --workload, with --mixture. One step's speed: bench step.")
-    settings = load_settings(config, overrides)
+    settings = load_settings(config, overrides, folders=data)
     from bench.buckets import run as run_buckets
 
     figures = run_buckets(
-        data,
+        data or None,
         settings,
         samples=samples,
         supervised=supervised,

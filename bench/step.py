@@ -87,7 +87,7 @@ def _workload(
 
 
 def _dataset(settings: Settings, device: torch.device, repeats: int, compiled: bool) -> Iterator[dict[str, Any]]:
-    with dataset_subjects(Path(settings.data.path), settings, device, optimizer=True) as subjects:
+    with dataset_subjects(settings.data.folders, settings, device, optimizer=True) as subjects:
         for bucket in subjects.engine.buckets:
             subject = subjects.subject(bucket)
             row = _forward_backward(subject, repeats, compiled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +24,11 @@ from engine.assemble import (
     make_batch_plan,
     make_plan,
     pipeline_options,
+    planned_counts,
     resolve_precision,
 )
 from engine.bucketing import context_seen
-from engine.data_source import open_data
+from engine.data_source import open_training_data
 from engine.engine import Engine
 from engine.precision import compute_dtype
 from engine.settings import Settings
@@ -101,15 +102,18 @@ class DatasetSubjects:
 
 @contextmanager
 def dataset_subjects(
-    data: Path, settings: Settings, device: torch.device, *, optimizer: bool = False
+    data: Path | Sequence[str | Path], settings: Settings, device: torch.device, *, optimizer: bool = False
 ) -> Iterator[DatasetSubjects]:
-    """An engine over the buckets of the dataset's plan. optimizer: with masters, moments and the update's step."""
-    dataset = open_data(data, settings)
+    """An engine over the buckets that the first epoch of a dataset, or of several as a mixture, has batches for. optimizer:
+    with masters, moments and the update's step."""
+    dataset = open_training_data(data, settings)
     precision = resolve_precision(settings.run.precision, device)
     config = drafter_config(settings, dataset.info)
     buckets = make_plan(settings, dataset, config, device).buckets
-    plan = make_batch_plan(settings, dataset, buckets)
-    seen = context_seen(settings, dataset.lengths, dataset.eligible_counts, config)
+    batches = tuple(make_batch_plan(settings, dataset, buckets).epoch(0))
+    used = {batch.bucket for batch in batches}
+    buckets = tuple(bucket for bucket in buckets if bucket in used)
+    seen = context_seen(settings, *planned_counts(dataset), config)
     with InputPipeline(dataset, buckets, **pipeline_options(settings, dataset, device, precision)) as inputs:
         engine = Engine(
             config,
@@ -122,7 +126,7 @@ def dataset_subjects(
         try:
             engine.params.load_(initial_weights(settings, config))
             reports = {report.name: report for report in engine.build()}
-            yield DatasetSubjects(engine, inputs, reports, tuple(plan.epoch(0)), seen)
+            yield DatasetSubjects(engine, inputs, reports, batches, seen)
         finally:
             engine.close()
 

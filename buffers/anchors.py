@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 # The second word of the Philox key: random numbers for different ends never come from the same stream.
 ANCHOR_STREAM = 0
 ORDER_STREAM = 1
+MIXTURE_STREAM = 2
 
 
 def eligible_positions(

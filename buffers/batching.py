@@ -5,7 +5,7 @@ Every sample goes once per epoch into the smallest bucket that holds it, alone i
 byte of a row, padding included, so nothing that a buffer held before can reach the step.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Literal
@@ -29,12 +29,12 @@ class NonFiniteSample(ValueError):
     """A sample's hidden states hold NaN or infinity. `sample_id` names it, `place` is where it would lie among the
     documents of its row."""
 
-    def __init__(self, sample_id: int, tensor: str, place: int = 0) -> None:
+    def __init__(self, sample: Sample, tensor: str, place: int = 0) -> None:
         super().__init__(
-            f"expected finite {tensor}, found NaN or infinity in sample {sample_id}. "
+            f"expected finite {tensor}, found NaN or infinity in sample {sample.name}. "
             "Extract it again, or set on_nonfinite to skip to train without it."
         )
-        self.sample_id, self.place = sample_id, place
+        self.sample_id, self.place = sample.sample_id, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,9 @@ class BatchPlan:
     `lengths` int64[n] are the samples' tokens, `buckets` ascend in S. `blocks` int64[n], the draft blocks that each
     sample wants, packs several documents into a row; None gives each a row of its own. A sample of more than `longest`
     tokens (0: the largest bucket's S) is too long: left out ("skip"), cut off there ("truncate") or cut into pieces of
-    that many tokens, each a document of its own with positions from 0 ("split"). `too_long` lists (sample id, length) of
-    them, `document_counts` are the documents by home bucket, the smallest that holds them. Raises ValueError when there
+    that many tokens, each a document of its own with positions from 0 ("split"). `included` gives, for an epoch, bool[n]: the
+    samples that take part (None: all, as without it). `too_long` lists (sample id, length) of those too long,
+    `document_counts` are all documents by home bucket, the smallest that holds them. Raises ValueError when there
     is no bucket, when they do not ascend, or when no sample is left.
     """
 
@@ -101,6 +102,7 @@ class BatchPlan:
         seed: int,
         blocks: NDArray[np.int64] | None = None,
         longest: int = 0,
+        included: Callable[[int], NDArray[np.bool_] | None] | None = None,
     ) -> None:
         check_ascending(buckets)
         if too_long not in ("skip", "truncate", "split"):
@@ -111,6 +113,7 @@ class BatchPlan:
         self.buckets = tuple(buckets)
         self.seed = seed
         self.longest = longest
+        self._included = included
         self.num_samples = len(lengths)
         self.too_long: list[tuple[int, int]] = list(zip(long_ids.tolist(), lengths[long_ids].tolist(), strict=True))
 
@@ -136,8 +139,7 @@ class BatchPlan:
         if blocks is not None:
             wanted = np.asarray(blocks, dtype=np.int64)[self._sample_ids]
             self._blocks = reserved_blocks(self._lengths, wanted, self._homes, buckets)
-        counts = np.bincount(self._homes, minlength=len(buckets))
-        self.document_counts: tuple[int, ...] = tuple(counts.tolist())
+        self.document_counts: tuple[int, ...] = self._count(self._homes)
         # The loader asks for an epoch first, the training loop for the same one a little later.
         self._latest: tuple[int, list[Batch]] | None = None
 
@@ -145,7 +147,14 @@ class BatchPlan:
         """Batches of the whole epoch. Packed rows have to be packed for it."""
         if self.packed:
             return len(self.epoch(epoch))
-        return sum(-(-count // bucket.B) for count, bucket in zip(self.document_counts, self.buckets, strict=True))
+        taking_part = self._taking_part(epoch)
+        counts = self.document_counts if taking_part is None else self._count(self._homes[taking_part])
+        return sum(-(-count // bucket.B) for count, bucket in zip(counts, self.buckets, strict=True))
+
+    @property
+    def served_tokens(self) -> NDArray[np.int64]:
+        """Tokens of each sample that an epoch with it serves, int64[n]: 0 for one that is left out."""
+        return np.bincount(self._sample_ids, weights=self._lengths, minlength=self.num_samples).astype(np.int64)
 
     def epoch(
         self, epoch: int, consumed: Collection[int | tuple[int, int]] | NDArray[np.bool_] | None = None
@@ -170,6 +179,9 @@ class BatchPlan:
         self, epoch: int, consumed: Collection[int | tuple[int, int]] | NDArray[np.bool_] | None
     ) -> list[Batch]:
         order = random_order(len(self._sample_ids), seed=self.seed, stream=ORDER_STREAM, counter=(epoch, 0, 0))
+        taking_part = self._taking_part(epoch)
+        if taking_part is not None:
+            order = order[taking_part[order]]
         if consumed is not None:
             order = order[~self._consumed_documents(consumed)[order]]
         if self.packed:
@@ -197,6 +209,14 @@ class BatchPlan:
         batches = list(pairwise(_starts_of_runs(leaves_at)))
         index_of = bucket_of.tolist()
         return [Batch(self.buckets[index_of[first]], tuple(rows[first:end]), epoch) for first, end in batches]
+
+    def _taking_part(self, epoch: int) -> NDArray[np.bool_] | None:
+        """By document; None: all."""
+        included = None if self._included is None else self._included(epoch)
+        return None if included is None else included[self._sample_ids]
+
+    def _count(self, homes: NDArray[np.int64]) -> tuple[int, ...]:
+        return tuple(np.bincount(homes, minlength=len(self.buckets)).tolist())
 
     def _consumed_documents(self, consumed: Collection[int | tuple[int, int]] | NDArray[np.bool_]) -> NDArray[np.bool_]:
         if isinstance(consumed, np.ndarray):
@@ -274,7 +294,7 @@ def fill_row(
     wanted = ["target_hidden", "input_ids", "loss_mask"] + ["last_hidden"] * ("last_hidden" in buffers)
     length = sum(len(sample.input_ids) for sample in samples)
     if length > bucket.S:
-        named = ", ".join(str(sample.sample_id) for sample in samples)
+        named = ", ".join(sample.name for sample in samples)
         raise ValueError(
             f"expected at most {bucket.S} tokens for bucket {bucket.name}, found {length} in sample "
             f"{named}. Skip, truncate or split it, or plan a larger bucket."
@@ -302,7 +322,7 @@ def fill_row(
         if blocks.stop > bucket.N:
             raise ValueError(
                 f"expected at most {bucket.N} blocks for bucket {bucket.name}, found {blocks.stop} up to sample "
-                f"{sample.sample_id}. Lower max_blocks, or put fewer documents into the row."
+                f"{sample.name}. Lower max_blocks, or put fewer documents into the row."
             )
         # Documents lie in ascending order, so the row's anchors ascend too.
         anchor_positions[blocks], block_keep_mask[blocks] = anchors + start, 1
@@ -321,7 +341,7 @@ def _tensors_of(sample: Sample, place: int, wanted: Sequence[str], buffers: Mapp
     """The sample's tensors by buffer, shapes and numbers checked."""
     if "last_hidden" in wanted and sample.last_hidden is None:
         raise ValueError(
-            f"expected last_hidden in sample {sample.sample_id}, found none. "
+            f"expected last_hidden in sample {sample.name}, found none. "
             "Extract the dataset with the last hidden state, or train without soft labels."
         )
     found = {
@@ -336,11 +356,11 @@ def _tensors_of(sample: Sample, place: int, wanted: Sequence[str], buffers: Mapp
         expected = (len(sample.input_ids), *buffers[name].shape[2:])
         if source.shape != expected:
             raise ValueError(
-                f"expected {name} of shape {list(expected)} in sample {sample.sample_id}, found "
+                f"expected {name} of shape {list(expected)} in sample {sample.name}, found "
                 f"{list(source.shape)}. Build the buffers from this dataset's layer ids and hidden size."
             )
         if source.is_floating_point() and not all_finite(source):
-            raise NonFiniteSample(sample.sample_id, name, place)
+            raise NonFiniteSample(sample, name, place)
     return sources
 
 

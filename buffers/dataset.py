@@ -45,7 +45,8 @@ __all__ = [
 class Sample:
     """Tokens of one sample: input_ids int32[T], loss_mask uint8[T], hidden_states bf16[T, L*D], last_hidden bf16[T, D].
 
-    The tensors are views of the memory-mapped file: do not write to them.
+    The tensors are views of the memory-mapped file: do not write to them. `label`: what messages call the sample where its id
+    would say little to a reader.
     """
 
     sample_id: int
@@ -53,16 +54,24 @@ class Sample:
     loss_mask: Tensor
     hidden_states: Tensor
     last_hidden: Tensor | None
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """The sample in a message: "in sample <name>"."""
+        return self.label or str(self.sample_id)
 
 
 class SampleSource(Protocol):
-    """What training reads: `Dataset`, or another trainer's files (buffers/foreign.py) in the same terms.
+    """What training reads: `Dataset`, or another trainer's files (buffers/foreign.py) or a mixture (buffers/mixture.py) in the
+    same terms.
 
-    `lengths`, `eligible_counts` (places for an anchor) and `supervised_counts` are int64[n] by sample id. `bad_files`:
-    file -> why it is left out. `notes`: what a user should know of how the values are read.
+    `folders`: where the samples lie, one folder but for a mixture. `lengths`, `eligible_counts` (places for an anchor) and
+    `supervised_counts` are int64[n] by sample id. `bad_files`: file -> why it is left out. `notes`: what a user should know
+    of how the values are read.
     """
 
-    path: Path
+    folders: tuple[Path, ...]
     info: DatasetInfo
     lengths: NDArray[np.int64]
     eligible_counts: NDArray[np.int64]
@@ -89,6 +98,7 @@ class Dataset:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.folders: tuple[Path, ...] = (self.path,)
         # A file that cannot be used is an error here.
         self.bad_files: dict[str, str] = {}
         self.notes: tuple[str, ...] = ()
@@ -152,6 +162,11 @@ class Dataset:
             raise ValueError(
                 f"expected the sha256 of {MANIFEST}, found another for {', '.join(damaged)}. Copy or write them again."
             )
+
+
+def folder_names(dataset: SampleSource) -> str:
+    """The dataset's folders in a message."""
+    return ", ".join(map(str, dataset.folders))
 
 
 def check_range(i: int, start: int, stop: int | None, lengths: NDArray[np.int64]) -> int:

@@ -71,6 +71,7 @@ class ForeignDataset:
 
     def __init__(self, folder: ForeignFolder, target: Target, on_bad_file: str) -> None:
         self.path, self.format = folder.root, folder.format
+        self.folders: tuple[Path, ...] = (self.path,)
         self.bad_files = folder.bad_files(target)
         names = folder.reader.names
         self._indices = [index for index, name in enumerate(names) if name not in self.bad_files]

@@ -8,6 +8,7 @@ unpacked, quality is not traded away: a row has room for every block that its do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from buffers.anchors import ORDER_STREAM, random_order
 from buffers.batching import BatchPlan
 from buffers.packing import first_fit, reserved_blocks
+from buffers.plan_counts import count_first_epoch
 from buffers.planner import Plan, documents_of, plan_buckets
 from buffers.shapes import ATTENTION_TILE, Bucket, anchors_for, round_up
 
@@ -79,7 +81,7 @@ def plan_packed(
         found = min(found, search.grown(limit, max_buckets), key=search.price)
     buckets = search.buckets(found)
     plan = BatchPlan(lengths, buckets, too_long=too_long, seed=seed, blocks=wanted, longest=limit)
-    return _counted(plan, cost, unpacked.too_long_count)
+    return _opened_only(count_first_epoch(plan, eligible_counts, cost, unpacked.too_long_count))
 
 
 Sizes = list[tuple[int, int]]
@@ -190,16 +192,19 @@ class _Search:
         return self._step_costs[S, N]
 
 
-def _counted(plan: BatchPlan, cost: Callable[[Bucket], float], too_long_count: int) -> Plan:
-    """The plan with the counts of its first epoch. A bucket that none of it opens a row of is left out: the rows of larger ones
-    hold all its documents."""
-    index = {bucket: place for place, bucket in enumerate(plan.buckets)}
-    counts = np.zeros((4, len(index)), dtype=np.int64)
-    for batch in plan.epoch(0):
-        documents = batch.documents
-        blocks = sum(document.max_blocks for document in documents)
-        counts[:, index[batch.bucket]] += (len(documents), 1, batch.useful_tokens, blocks)
-    buckets = tuple(bucket for bucket, place in index.items() if counts[1, place])
-    samples, batches, useful, used = (tuple(row[counts[1] > 0].tolist()) for row in counts)
-    costs = tuple(cost(bucket) * count for bucket, count in zip(buckets, batches, strict=True))
-    return Plan(buckets, sum(costs), costs, samples, batches, useful, used, too_long_count)
+def _opened_only(plan: Plan) -> Plan:
+    """Without the buckets that nothing of the first epoch opens a row of: the rows of larger ones hold all their documents."""
+    opened = [place for place, batches in enumerate(plan.batches) if batches]
+
+    def of(column: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(column[place] for place in opened)
+
+    return replace(
+        plan,
+        buckets=of(plan.buckets),
+        bucket_costs=of(plan.bucket_costs),
+        samples=of(plan.samples),
+        batches=of(plan.batches),
+        useful_tokens=of(plan.useful_tokens),
+        used_blocks=of(plan.used_blocks),
+    )

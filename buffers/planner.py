@@ -23,8 +23,8 @@ class Plan:
     `cost` is the sum over buckets of batches * cost(bucket), in the cost function's unit. `padding_fraction` is the
     part of the context positions of an epoch that holds no token, `idle_fraction` the part of its draft blocks that has no
     anchor. `samples`, `batches`, `useful_tokens` and `used_blocks` are per bucket (documents, where samples are split; an
-    upper bound of their blocks); `too_long_count` counts samples longer than the limit. Where documents are packed these
-    are the first epoch's.
+    upper bound of their blocks); `too_long_count` counts samples longer than the limit. Where documents are packed, or epochs
+    hold different samples, these are the first epoch's.
     """
 
     buckets: tuple[Bucket, ...]
@@ -39,16 +39,14 @@ class Plan:
     @property
     def padding_fraction(self) -> float:
         """Padding over all context positions of an epoch, 0 to 1."""
-        return 1 - sum(self.useful_tokens) / sum(
-            count * bucket.B * bucket.S for count, bucket in zip(self.batches, self.buckets, strict=True)
-        )
+        positions = (count * bucket.B * bucket.S for count, bucket in zip(self.batches, self.buckets, strict=True))
+        return 1 - sum(self.useful_tokens) / max(1, sum(positions))
 
     @property
     def idle_fraction(self) -> float:
         """Draft blocks without an anchor over all of an epoch, 0 to 1."""
-        return 1 - sum(self.used_blocks) / sum(
-            count * bucket.B * bucket.N for count, bucket in zip(self.batches, self.buckets, strict=True)
-        )
+        blocks = (count * bucket.B * bucket.N for count, bucket in zip(self.batches, self.buckets, strict=True))
+        return 1 - sum(self.used_blocks) / max(1, sum(blocks))
 
 
 def plan_buckets(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from buffers.arena import Arena, BufferSpec, packed_size
 from buffers.batching import Batch, Document, NonFiniteSample, batch_specs, clear_row, fill_row
-from buffers.dataset import SampleSource
+from buffers.dataset import SampleSource, folder_names
 from buffers.planner import check_ascending
 from buffers.shapes import Bucket
 
@@ -113,7 +113,7 @@ class InputPipeline:
         has_last_hidden = info.last_hidden_norm is not None
         if with_last_hidden and not has_last_hidden:
             raise ValueError(
-                f"expected last_hidden in the dataset {dataset.path}, found none. Extract it with the last hidden "
+                f"expected last_hidden in the dataset {folder_names(dataset)}, found none. Extract it with the last hidden "
                 "state, or train without soft labels."
             )
         self.dataset, self.seed, self.on_nonfinite, self.poison = dataset, seed, on_nonfinite, poison

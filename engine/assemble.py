@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from buffers.batching import BatchPlan
-from buffers.dataset import SampleSource, load_target_tensors
+from buffers.dataset import SampleSource, folder_names, load_target_tensors
 from buffers.manifest import TARGET_FILE, DatasetInfo
+from buffers.mixture import Mixture
+from buffers.plan_counts import count_first_epoch
 from buffers.planner import Plan
-from buffers.shapes import Bucket
-from engine.bucketing import batches_for, plan_for
+from buffers.shapes import ATTENTION_TILE, Bucket
+from engine.bucketing import Counts, batches_for, plan_for, step_cost
 from engine.drafter_config import DrafterConfig, load_drafter_config
 from engine.engine import FrozenTarget
 from engine.export import load_drafter
@@ -139,14 +141,16 @@ def refuse_unreproduced(target: dict[str, Any]) -> None:
 
 
 def frozen_target(settings: Settings, dataset: SampleSource) -> FrozenTarget:
-    """Embedding, head and norm from data.target or the dataset's own target.safetensors; shapes checked. Raises ValueError,
-    for a target whose embedding or head is not a plain matrix too."""
+    """Embedding, head and norm from data.target or the dataset's own target.safetensors (of a mixture the first there is);
+    shapes checked. Raises ValueError, for a target whose embedding or head is not a plain matrix too."""
     info = dataset.info
     refuse_unreproduced(text_config(info.target_config))
-    where = settings.data.target or str(dataset.path)
-    if not settings.data.target and not (dataset.path / TARGET_FILE).is_file():
+    own = [folder for folder in dataset.folders if (folder / TARGET_FILE).is_file()] or list(dataset.folders)
+    where = settings.data.target or str(own[0])
+    if not settings.data.target and not (own[0] / TARGET_FILE).is_file():
+        files = " or ".join(str(folder / TARGET_FILE) for folder in own)
         raise ValueError(
-            f"expected the target's embedding, head and norm in {dataset.path / TARGET_FILE}, found no such file; set "
+            f"expected the target's embedding, head and norm in {files}, found no such file; set "
             "data.target to the folder of the target's checkpoint"
         )
     tensors = load_target_tensors(where)
@@ -170,8 +174,8 @@ def needs_last_hidden(settings: Settings, dataset: SampleSource) -> bool:
     needed = settings.objective.kl_weight > 0
     if needed and dataset.info.last_hidden_norm is None:
         raise SettingsError(
-            f"objective.kl_weight: soft labels need last_hidden, which {dataset.path} does not have; set it to 0 or extract the "
-            "last hidden states"
+            f"objective.kl_weight: soft labels need last_hidden, which {folder_names(dataset)} does not have; set it to 0 or "
+            "extract the last hidden states"
         )
     return needed
 
@@ -213,15 +217,31 @@ def make_plan(settings: Settings, dataset: SampleSource, config: DrafterConfig, 
     """
     if not dataset.eligible_counts.any():
         raise ValueError(
-            f"{dataset.path}: expected a sample with two supervised neighbours (loss_mask 1, 1), found none in {len(dataset)} "
-            "samples; set loss_mask to 1 for what the target answered"
+            f"{folder_names(dataset)}: expected a sample with two supervised neighbours (loss_mask 1, 1), found none in "
+            f"{len(dataset)} samples; set loss_mask to 1 for what the target answered"
         )
-    return plan_for(settings, dataset.lengths, dataset.eligible_counts, config, device)
+    counts = planned_counts(dataset)
+    plan = plan_for(settings, *counts, config, device)
+    if isinstance(dataset, Mixture) and not dataset.whole:
+        batches = make_batch_plan(settings, dataset, plan.buckets)
+        cost = step_cost(settings, *counts, config, device)
+        return count_first_epoch(batches, dataset.eligible_counts, cost, len(batches.too_long))
+    return plan
 
 
 def make_batch_plan(settings: Settings, dataset: SampleSource, buckets: Sequence[Bucket]) -> BatchPlan:
     """The batches of a dataset in these buckets. Raises ValueError as BatchPlan does."""
-    return batches_for(settings, dataset.lengths, dataset.eligible_counts, buckets)
+    included = dataset.included if isinstance(dataset, Mixture) else None
+    return batches_for(settings, dataset.lengths, dataset.eligible_counts, buckets, included)
+
+
+def planned_counts(dataset: SampleSource) -> tuple[Counts, Counts]:
+    """Lengths and places for an anchor, int64[n] each, of the samples that buckets are planned for: all, or of a mixture one
+    epoch's."""
+    if not isinstance(dataset, Mixture):
+        return dataset.lengths, dataset.eligible_counts
+    chosen = dataset.to_plan_for(ATTENTION_TILE)
+    return dataset.lengths[chosen], dataset.eligible_counts[chosen]
 
 
 def _needed(target: dict[str, Any], key: str, default: int | None = None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,15 +26,12 @@ def plan_for(
     """The buckets for samples of `lengths` int64[n] tokens and `eligible_counts` int64[n] places for an anchor: planned, or
     the fixed lengths of the settings with N and B by the same rules. Raises ValueError as the planner does."""
     b = settings.buckets
-    # The reference forms all scores of a row, whoever may see them: there long rows cost, shared or not.
-    dense = device.type == "cpu" or settings.model.attention == "reference"
-    seen = 0.0 if dense else context_seen(settings, lengths, eligible_counts, config)
     options: dict[str, Any] = {
         "num_anchors": b.num_anchors,
         "K": config.block_size,
         "max_buckets": b.max_buckets,
         "token_budget": b.token_budget,
-        "cost": planning_cost(config, device.type, seen),
+        "cost": step_cost(settings, lengths, eligible_counts, config, device),
         "max_length": b.max_length,
         "max_rows": b.max_rows,
         "too_long": settings.data.too_long,
@@ -45,14 +42,32 @@ def plan_for(
     return plan_buckets(lengths, eligible_counts, **options)
 
 
-def batches_for(settings: Settings, lengths: Counts, eligible_counts: Counts, buckets: Sequence[Bucket]) -> BatchPlan:
-    """The batches of these samples in these buckets. Raises ValueError as BatchPlan does."""
+def step_cost(
+    settings: Settings, lengths: Counts, eligible_counts: Counts, config: DrafterConfig, device: torch.device
+) -> Callable[[Bucket], float]:
+    """What a bucket's step costs the planner, where these samples fill it."""
+    # The reference forms all scores of a row, whoever may see them: there long rows cost, shared or not.
+    dense = device.type == "cpu" or settings.model.attention == "reference"
+    seen = 0.0 if dense else context_seen(settings, lengths, eligible_counts, config)
+    return planning_cost(config, device.type, seen)
+
+
+def batches_for(
+    settings: Settings,
+    lengths: Counts,
+    eligible_counts: Counts,
+    buckets: Sequence[Bucket],
+    included: Callable[[int], NDArray[np.bool_] | None] | None = None,
+) -> BatchPlan:
+    """The batches of these samples in these buckets; `included` as for BatchPlan. Raises ValueError as it does."""
     b = settings.buckets
     packed: dict[str, Any] = {}
     if b.packing:
         packed["blocks"] = blocks_wanted(eligible_counts, b.num_anchors, buckets[0].K, buckets[0].tile)
         packed["longest"] = round_up(b.max_length, buckets[0].tile)
-    return BatchPlan(lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed, **packed)
+    return BatchPlan(
+        lengths, buckets, too_long=settings.data.too_long, seed=settings.run.seed, included=included, **packed
+    )
 
 
 def context_seen(settings: Settings, lengths: Counts, eligible_counts: Counts, config: DrafterConfig) -> float:

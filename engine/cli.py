@@ -76,16 +76,20 @@ def _free_folder(wanted: Path) -> Path:
 
 
 @cli.command()
-@click.argument("data", type=click.Path(path_type=Path))
+@click.argument("data", nargs=-1, type=click.Path(path_type=Path))
 @config_option
 @set_option
 @json_option
-def plan(data: Path, config: str | None, overrides: Sequence[str], as_json: bool) -> None:
-    """Plan the buckets for the dataset in the folder DATA, and show what each costs and wastes."""
-    settings = load_settings(config, overrides)
+def plan(data: tuple[Path, ...], config: str | None, overrides: Sequence[str], as_json: bool) -> None:
+    """Plan the buckets for the dataset in the folder DATA, and show what each costs and wastes.
+
+    Several folders are mixed, with data.weights; without DATA those of data.path are planned for.
+    """
+    settings = load_settings(config, overrides, folders=data)
+    require_data(settings)
     from engine.planning import show_plan
 
-    echo_json(show_plan(data, settings), as_json)
+    echo_json(show_plan(settings.data.folders, settings), as_json)
 
 
 @cli.command()
@@ -117,7 +121,7 @@ def train(config: str | None, overrides: Sequence[str], init: str | None, resume
 
 
 def require_data(settings: Settings) -> None:
-    if not settings.data.path:
+    if not settings.data.folders:
         raise SettingsError(
             "data.path: expected a dataset's folder, found nothing. Set it in [data] or with --set data.path=FOLDER."
         )

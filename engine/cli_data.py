@@ -42,24 +42,30 @@ def facts_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @data.command("inspect")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--verify", is_flag=True, help="Read every byte: sha256 against the manifest, hidden states for NaN and infinity."
 )
 @facts_options
 @json_option
-def data_inspect(path: Path, verify: bool, as_json: bool, settings: Settings) -> None:
+def data_inspect(path: tuple[Path, ...], verify: bool, as_json: bool, settings: Settings) -> None:
     """Check the dataset in the folder PATH, and show its target, sizes and lengths, its bad files and what seems wrong.
 
     PATH holds a dataset of ours, or hidden states of SpecForge, speculators, Model-Optimizer or DeepSpec. With the
     target at hand (its checkpoint, or the dataset's own copy of its head), the recorded final norm and layer ids are
-    compared with what the numbers say. Exits with 1 when there are files that cannot be used.
+    compared with what the numbers say. Several folders are looked at one after the other, and as a mixture. Exits with 1
+    when there are files that cannot be used, or when the folders cannot be mixed.
     """
     from engine.inspection import inspect_dataset
 
-    figures = inspect_dataset(path, settings, verify=verify)
+    if len(path) == 1:
+        figures = inspect_dataset(path[0], settings, verify=verify)
+    else:
+        from engine.mixture_inspection import inspect_mixture
+
+        figures = inspect_mixture(path, settings, verify=verify)
     echo_json(figures, as_json)
-    if figures.get("bad_files"):
+    if figures.get("bad_files") or figures.get("cannot_be_mixed"):
         click.get_current_context().exit(EXIT_FAILED)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from buffers.batching import Batch, BatchPlan
-from buffers.dataset import SampleSource
+from buffers.dataset import SampleSource, folder_names
+from buffers.mixture import Mixture
 from engine.checkpoint import DataIdentity, Position
 from engine.metrics import MetricSums
 
@@ -25,10 +26,12 @@ def carried_over(saved: Position, dataset: SampleSource, plan: BatchPlan, too_lo
     """
     ours = beginning(dataset, plan).data
     if replace(saved.data, longest=ours.longest) != ours:
+        content = "content or weights" if isinstance(dataset, Mixture) else "content"
         raise ValueError(
-            f"data.path: {dataset.path} has {ours.num_samples} samples with {ours.num_tokens} tokens, the checkpoint was trained "
-            f"on {saved.data.num_samples} with {saved.data.num_tokens}"
-            f"{'' if ours.digest == saved.data.digest else ' of other content'}; point it back, or train into another run.output"
+            f"data.path: {folder_names(dataset)} has {ours.num_samples} samples with {ours.num_tokens} tokens, the checkpoint "
+            f"was trained on {saved.data.num_samples} with {saved.data.num_tokens}"
+            f"{'' if ours.digest == saved.data.digest else f' of other {content}'}; point it back, or train into another "
+            "run.output"
         )
     if too_long != "split" or saved.data.longest == ours.longest:
         return replace(saved, data=ours)

@@ -1,16 +1,22 @@
-"""Opening a dataset as the settings say, with a word to the user while another trainer's files are scanned."""
+"""Opening a dataset, or several as a mixture, as the settings say; with a word to the user while other trainers' files are
+scanned."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from buffers.dataset import SampleSource
-from buffers.foreign_facts import Facts
-from buffers.open_dataset import open_dataset
+from buffers.foreign_facts import NORM_OF_FORMAT, Facts
+from buffers.mixture import Mixture
+from buffers.open_dataset import complete, open_dataset, open_folder
 from engine.drafter_config import DrafterConfig
+from engine.mixture_agreement import refuse_disagreement
 from engine.reports import make_console
 from engine.settings import DataSettings, Settings
+from engine.settings_fields import SettingsError
 
 _QUIET_S = 2.0
 _EVERY_S = 10.0
@@ -34,10 +40,52 @@ def open_data(path: str | Path, settings: Settings, *, drafter: DrafterConfig | 
     if drafter is not None:
         fallback = Facts(target_layer_ids=tuple(drafter.target_layer_ids), mask_token_id=drafter.mask_token_id)
     dataset = open_dataset(path, facts, fallback=fallback, progress=ScanProgress(path))
+    _say_notes(dataset)
+    return dataset
+
+
+def open_training_data(folders: str | Path | Sequence[str | Path], settings: Settings) -> SampleSource:
+    """The dataset in one folder, or several as a mixture with data.weights: what to train on. Raises as `open_data` does,
+    SettingsError for weights that are not one a folder, and ValueError naming all in which the folders disagree."""
+    paths = [str(folders)] if isinstance(folders, str | Path) else list(map(str, folders))
+    if not paths:
+        raise SettingsError("data.path: expected a dataset's folder or several, found nothing.")
+    data = replace(settings.data, path=tuple(paths))
+    weights = data.weights or (1.0,) * len(paths)
+    if len(paths) == 1 and weights == (1.0,):
+        return open_data(paths[0], settings)
+    sources = _open_sources(paths, facts_from(data))
+    refuse_disagreement(sources, settings)
+    mixture = Mixture(sources, weights, seed=settings.run.seed)
+    _say_notes(mixture)
+    return mixture
+
+
+def _open_sources(paths: Sequence[str], facts: Facts) -> list[SampleSource]:
+    places = [Path(path).resolve() for path in paths]
+    twice = [path for index, path in enumerate(paths) if places[index] in places[:index]]
+    if twice:
+        raise SettingsError(f"data.path: expected every folder once, found {twice[0]} again. Give it a weight of 2.")
+    foreign = [open_folder(path, ScanProgress(path)) for path in paths]
+    formats = {folder.format for folder in foreign if folder is not None}
+    # The setting is meant for the format that leaves it open, not for one beside it that fixes it.
+    auto = replace(facts, last_hidden_norm="auto") if any(NORM_OF_FORMAT[name] is None for name in formats) else facts
+    if facts.last_hidden_norm == "none":
+        auto = facts
+    # A dataset of ours beside other trainers' files is compared with them, not with the settings meant for them.
+    own = Facts() if formats else facts
+    return [
+        open_dataset(path, own)
+        if folder is None
+        else complete(folder, facts if NORM_OF_FORMAT[folder.format] is None else auto)
+        for path, folder in zip(paths, foreign, strict=True)
+    ]
+
+
+def _say_notes(dataset: SampleSource) -> None:
     console = make_console(stderr=True)
     for note in dataset.notes:
         console.print(note, markup=False, soft_wrap=True)
-    return dataset
 
 
 class ScanProgress:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from buffers.dataset import SampleSource
+from buffers.dataset import SampleSource, folder_names
 from buffers.shapes import Bucket
 from buffers.staging import InputPipeline
 from engine.assemble import make_batch_plan
@@ -33,8 +33,8 @@ def open_held_out(settings: Settings, training: SampleSource) -> SampleSource | 
         ours, theirs = getattr(training.info, name), getattr(held_out.info, name)
         if ours != theirs:
             raise ValueError(
-                f"data.eval_path: {held_out.path} has {name} {theirs}, {training.path} has {ours}; hold out samples of the "
-                "same target and layers"
+                f"data.eval_path: {folder_names(held_out)} has {name} {theirs}, {folder_names(training)} has {ours}; hold "
+                "out samples of the same target and layers"
             )
     return held_out
 

@@ -187,8 +187,8 @@ def _target_tensors(dataset: SampleSource, target: str) -> dict[str, Tensor] | N
     """Those of data.target, or of the dataset itself; None when neither has any."""
     if target and any(Path(target).glob("*.safetensors")):
         where = Path(target)
-    elif (dataset.path / TARGET_FILE).is_file():
-        where = dataset.path
+    elif (dataset.folders[0] / TARGET_FILE).is_file():
+        where = dataset.folders[0]
     else:
         return None
     try:

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from buffers.dataset import folder_names
+from buffers.mixture import Mixture
 from buffers.planner import plan_table
-from engine.assemble import drafter_config, make_batch_plan, make_plan, resolve_device
+from engine.assemble import drafter_config, make_batch_plan, make_plan, planned_counts, resolve_device
 from engine.bucketing import context_seen
-from engine.data_source import open_data
+from engine.data_source import open_training_data
+from engine.left_out import named_lengths
+from engine.mixture_report import print_sources, source_rows
 from engine.reports import make_console, print_table
 from engine.settings import Settings
 from engine.work import step_flop
 
 
-def show_plan(data: Path, settings: Settings) -> dict[str, Any]:
-    """Prints the plan for the dataset and returns it: a row a bucket, of an epoch the padding, the blocks without an anchor
-    and the work, and the samples that are too long. Counts of packed rows are the first epoch's."""
-    dataset = open_data(data, settings)
+def show_plan(data: Path | Sequence[str | Path], settings: Settings) -> dict[str, Any]:
+    """Prints the plan for the dataset, or for several as a mixture, and returns it: a row a bucket, of an epoch the padding, the
+    blocks without an anchor and the work, and the samples that are too long; of a mixture a row a source. Counts of packed
+    rows, and of a mixture with fractional weights, are the first epoch's."""
+    dataset = open_training_data(data, settings)
     config = drafter_config(settings, dataset.info)
     plan = make_plan(settings, dataset, config, resolve_device(settings.run.device))
     batch_plan = make_batch_plan(settings, dataset, plan.buckets)
-    seen = context_seen(settings, dataset.lengths, dataset.eligible_counts, config)
+    seen = context_seen(settings, *planned_counts(dataset), config)
     rows = [
         row._asdict() | {"tflop": step_flop(config, bucket, seen) / 1e12}
         for row, bucket in zip(plan_table(plan), plan.buckets, strict=True)
     ]
     console = make_console()
+    sources = source_rows(dataset, batch_plan) if isinstance(dataset, Mixture) else []
+    if sources:
+        print_sources(sources, console)
+    held = dataset.sources if isinstance(dataset, Mixture) else (dataset,)
+    too_long = named_lengths(dataset, batch_plan.too_long)
     print_table(
         console,
-        f"{data}: {len(dataset)} samples, {int(dataset.lengths.sum()):,} tokens",
+        f"{folder_names(dataset)}: {sum(map(len, held))} samples, {sum(int(one.lengths.sum()) for one in held):,} tokens",
         (
             "bucket",
             "rows B",
@@ -60,7 +71,7 @@ def show_plan(data: Path, settings: Settings) -> dict[str, Any]:
     )
     pflop = sum(r["batches"] * r["tflop"] for r in rows) / 1e3
     console.print(
-        f"padding of an epoch: {plan.padding_fraction:.1%}; too long ({settings.data.too_long}): {len(batch_plan.too_long)}",
+        f"padding of an epoch: {plan.padding_fraction:.1%}; too long ({settings.data.too_long}): {len(too_long)}",
         soft_wrap=True,
     )
     packing = "documents packed" if settings.buckets.packing else "one sample a row"
@@ -74,5 +85,6 @@ def show_plan(data: Path, settings: Settings) -> dict[str, Any]:
         "padding": plan.padding_fraction,
         "idle_blocks": plan.idle_fraction,
         "epoch_pflop": pflop,
-        "too_long": batch_plan.too_long,
+        "too_long": too_long,
+        **({"sources": sources} if sources else {}),
     }

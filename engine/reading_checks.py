@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from buffers.dataset import SampleSource
+from buffers.dataset import SampleSource, folder_names
 
 # Positions that are looked at: a head of 150,000 rows takes seconds on a CPU for so many.
 POSITIONS = 256
@@ -41,7 +41,7 @@ def some_positions(dataset: SampleSource) -> Positions:
     """Positions that have a next token, evenly spread over samples and within them. Raises ValueError when there are none."""
     usable = np.flatnonzero(dataset.lengths >= 2)
     if not len(usable):
-        raise ValueError(f"{dataset.path}: expected a sample of two tokens, found none in {len(dataset)}.")
+        raise ValueError(f"{folder_names(dataset)}: expected a sample of two tokens, found none in {len(dataset)}.")
     chosen = usable[np.unique(np.linspace(0, len(usable) - 1, min(_SAMPLES, len(usable))).astype(int))]
     each = -(-POSITIONS // len(chosen))
     parts: list[tuple[Tensor, ...]] = []

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from buffers.batching import Batch
+from buffers.mixture import Mixture
 from buffers.shapes import Bucket
 from buffers.staging import InputPipeline
 from engine.assemble import (
@@ -27,11 +28,13 @@ from engine.assemble import (
 )
 from engine.checkpoint import check_config, load_checkpoint, save_checkpoint, save_drafter
 from engine.data_feed import Progress, beginning, carried_over, count_steps, training_steps
-from engine.data_source import open_data
+from engine.data_source import open_training_data
 from engine.engine import Engine
 from engine.held_out import HeldOut, open_held_out
 from engine.interrupts import Interrupts
 from engine.laps import Laps
+from engine.left_out import named_lengths, named_samples, spoken_lengths, spoken_samples, write_left_out
+from engine.mixture_report import print_sources, source_rows
 from engine.optimizer import Schedule
 from engine.reports import BucketCount, MetricsLog, bucket_rows, make_console, print_bucket_table, write_buffers
 from engine.run_folder import alone_in, prepare_output
@@ -148,10 +151,10 @@ class TrainingRun:
         print_bucket_table(rows, self.console)
         best = f"; best so far by accepted length: {self.folder / 'best'}" if self.held_out is not None else ""
         self._say(f"drafter of the last step: {self.folder / 'drafter'}{best}")
-        skipped = sorted(set(self.inputs.skipped))
+        skipped = named_samples(self.data, sorted(set(self.inputs.skipped)))
         self._write_left_out(skipped)
         if skipped:
-            self._say(f"{len(skipped)} samples with NaN or infinity were left out: {_first_few(skipped)}")
+            self._say(f"{len(skipped)} samples with NaN or infinity were left out: {spoken_samples(skipped)}")
         return {
             "steps": step,
             "epoch": self.progress.epoch,
@@ -160,7 +163,7 @@ class TrainingRun:
             "buckets": rows,
             "skipped_steps": int(engine.optimizer.skipped),
             "skipped_samples": skipped,
-            "too_long_samples": len(self.batch_plan.too_long),
+            "too_long_samples": len(self._too_long),
             "input_wait_ms": self.inputs.wait_ms,
             "seconds": time.perf_counter() - self._began_s,
             "start_s": self.laps.seconds,
@@ -168,6 +171,7 @@ class TrainingRun:
             "compilations": counters.compilations,
             "how": engine.executor.how,
             "drafter": str(self.folder / "drafter"),
+            **({"sources": self._sources} if self._sources else {}),
         }
 
     def __enter__(self) -> Self:
@@ -195,7 +199,7 @@ class TrainingRun:
         settings = self.settings
         device = resolve_device(settings.run.device)
         precision = resolve_precision(settings.run.precision, device)
-        data = self.data = open_data(settings.data.path, settings)
+        data = self.data = open_training_data(settings.data.folders, settings)
         config = drafter_config(settings, data.info)
         pipeline = pipeline_options(settings, data, device, precision)
         held_out = open_held_out(settings, data)
@@ -205,6 +209,8 @@ class TrainingRun:
         self.laps.end("weights")
         buckets = make_plan(settings, data, config, device).buckets
         self.batch_plan = make_batch_plan(settings, data, buckets)
+        self._too_long = named_lengths(data, self.batch_plan.too_long)
+        self._sources = source_rows(data, self.batch_plan) if isinstance(data, Mixture) else []
         self.laps.end("plan")
         self.inputs = parts.enter_context(InputPipeline(data, buckets, **pipeline))
         self.held_out = None
@@ -259,25 +265,25 @@ class TrainingRun:
         self._evaluation = self.metrics_file.last("eval_loss")
         self._write_left_out([])
 
-    def _write_left_out(self, not_finite: Sequence[int]) -> None:
-        """left_out.json: every sample that is too long ([id, tokens]) or not finite (id), what was done with it, and every
-        file of another trainer's dataset that was of no use."""
-        held_out = self.held_out.too_long if self.held_out is not None else []
-        record = {
-            "too_long": self.settings.data.too_long,
-            "training": self.batch_plan.too_long,
-            "held_out": held_out,
-            "not_finite": list(not_finite),
-            "bad_files": self.data.bad_files,
-        }
-        (self.folder / "left_out.json").write_text(json.dumps(record) + "\n")
+    def _write_left_out(self, not_finite: Sequence[Any]) -> None:
+        write_left_out(
+            self.folder / "left_out.json",
+            too_long=self.settings.data.too_long,
+            training=self._too_long,
+            held_out=self.held_out.too_long if self.held_out is not None else [],
+            not_finite=not_finite,
+            bad_files=self.data.bad_files,
+        )
 
     def _verify(self) -> None:
         """Every bucket's replay against its eager twin, on the first real batch of the bucket."""
         if self.engine.executor.how != "replayed":
             return
         unseen = set(self.engine.buckets)
-        for batch in self.batch_plan.epoch(0):
+        epochs = range(self.settings.run.epochs)
+        for batch in chain.from_iterable(map(self.batch_plan.epoch, epochs)):
+            if not unseen:
+                break
             if batch.bucket in unseen:
                 unseen.remove(batch.bucket)
                 self.inputs.load(batch)
@@ -294,19 +300,16 @@ class TrainingRun:
         engine, too_long = self.engine, self.settings.data.too_long
         names = ", ".join(bucket.name for bucket in engine.buckets)
         how = "replaying CUDA graphs" if engine.executor.how == "replayed" else "calling the steps (no GPU)"
+        if self._sources:
+            print_sources(self._sources, self.console)
         self._say(f"{engine.device}, {engine.precision}, {how}; buckets (rows x tokens x blocks): {names}")
         what = {"skip": "left out", "truncate": "cut off", "split": "split"}[too_long]
         for kind, found in (
-            ("samples", self.batch_plan.too_long),
+            ("samples", self._too_long),
             ("held-out samples", self.held_out.too_long if self.held_out is not None else []),
         ):
             if found:
-                ids = _first_few([f"{sample} ({length})" for sample, length in found])
-                self._say(f"{len(found)} {kind} longer than the largest bucket are {what}: {ids}")
+                self._say(f"{len(found)} {kind} longer than the largest bucket are {what}: {spoken_lengths(found)}")
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
-
-
-def _first_few(items: Sequence[object]) -> str:
-    return ", ".join(map(str, items[:5])) + (" ..." if len(items) > 5 else "")

@@ -95,10 +95,18 @@ class ModelSettings:
 class DataSettings:
     """The hidden states to train on."""
 
-    path: str = setting(
+    path: str | tuple[str, ...] = setting(
         "",
         "dataset folder to train on: ours (dataset.json and its shards), or hidden states of SpecForge, speculators, "
-        "Model-Optimizer or DeepSpec, for which target, mask_token_id and mostly target_layer_ids are needed",
+        "Model-Optimizer or DeepSpec, for which target, mask_token_id and mostly target_layer_ids are needed; or a list of "
+        "folders, in any of these formats, as a mixture (docs/data.md); --set splits at commas",
+    )
+    weights: tuple[float, ...] = setting(
+        (),
+        "for each folder of path how often an epoch has its samples: 2 is twice, 0.5 half of them and the other half in the "
+        "next epoch; empty is 1 for each",
+        above=0.0,
+        high=1000.0,
     )
     eval_path: str = setting("", "dataset folder of held-out samples; empty trains without evaluation")
     target: str = setting("", "folder of the target's checkpoint; empty means the dataset's own target.safetensors")
@@ -128,6 +136,20 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not all(self.folders):
+            raise SettingsError(f"data.path: expected the name of a folder everywhere, found {list(self.folders)}.")
+        if self.folders and self.weights and len(self.weights) != len(self.folders):
+            raise SettingsError(
+                f"data.weights: expected a number for each folder of data.path, {len(self.folders)} in all, found "
+                f"{list(self.weights)}. Set as many, or leave it empty: 1 for each."
+            )
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders of path; () when it is empty."""
+        if isinstance(self.path, str):
+            return (self.path,) if self.path else ()
+        return self.path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,8 +327,11 @@ class Settings:
 SECTIONS: dict[str, type[Any]] = {section_name(section): section for section in field_types(Settings).values()}
 
 
-def load_settings(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Settings:
-    """The settings of a TOML file (None: the defaults), changed by `overrides` of the form section.key=value.
+def load_settings(
+    path: str | Path | None = None, overrides: Sequence[str] = (), *, folders: Sequence[str | Path] = ()
+) -> Settings:
+    """The settings of a TOML file (None: the defaults), changed by `overrides` of the form section.key=value. folders: what a
+    command was given in place of data.path.
 
     Raises SettingsError for a file that is missing or is not TOML, for a section or key that does not exist (with the
     nearest known name), and for a value of the wrong type or out of range.
@@ -328,6 +353,8 @@ def load_settings(path: str | Path | None = None, overrides: Sequence[str] = ())
         if section not in SECTIONS:
             raise SettingsError(f"--set {name}: {_unknown_section(section)}")
         tables[section][key] = from_text(text.strip(), _kind(section, key, "--set: "))
+    if folders:
+        tables["data"]["path"] = tuple(map(str, folders))
     return Settings(**{section: SECTIONS[section](**table) for section, table in tables.items()})
 
 

@@ -1,12 +1,13 @@
 """How a setting is declared, checked and read from text; what the settings are is in engine/settings.py.
 
 A section is a frozen keyword-only dataclass whose fields are made with `setting`. Its name in a file is the class's
-name without "Settings", in lower case. Allowed types: int, float, str, Literal of strings, tuple[int, ...] and
-tuple[str, ...].
+name without "Settings", in lower case. Allowed types: int, float, str, bool, Literal of strings, tuples of int, float or str,
+and str | tuple[str, ...].
 """
 
 import dataclasses
 import math
+import types
 import typing
 from typing import Any, Literal, TypeVar
 
@@ -73,10 +74,12 @@ def expected(kind: Any, limits: Limits) -> str:
     """What a setting takes, in words, as in "a whole number, at least 1"."""
     if words := choices(kind):
         return "one of " + ", ".join(words)
+    if _is_union(kind):
+        return " or ".join(expected(one, limits) for one in typing.get_args(kind))
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     if typing.get_origin(kind) is tuple:
         inner = typing.get_args(kind)[0]
-        name = "a list of " + {int: "whole numbers", str: "words"}[inner]
+        name = "a list of " + {int: "whole numbers", float: "numbers", str: "words"}[inner]
     else:
         name = names[kind]
     return f"{name}, {limits}" if str(limits) else name
@@ -100,6 +103,8 @@ def check_fields(section: Any) -> None:
 def _fits(value: Any, kind: Any, limits: Limits) -> bool:
     if words := choices(kind):
         return value in words
+    if _is_union(kind):
+        return any(_fits(value, one, limits) for one in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
         inner = typing.get_args(kind)[0]
         return isinstance(value, tuple) and all(_fits(item, inner, limits) for item in value)
@@ -113,6 +118,10 @@ def _fits(value: Any, kind: Any, limits: Limits) -> bool:
     if isinstance(value, int) and abs(value) >= 2**63:  # numpy and torch count in int64
         return False
     return limits.hold(value)
+
+
+def _is_union(kind: Any) -> bool:
+    return isinstance(kind, types.UnionType)
 
 
 def _is_plain(text: str) -> bool:
@@ -131,6 +140,9 @@ def from_toml(value: Any, kind: Any) -> Any:
     if typing.get_origin(kind) is tuple:
         if isinstance(value, str):
             return from_text(value, kind)
+        inner = typing.get_args(kind)[0]
+        return tuple(from_toml(item, inner) for item in value) if isinstance(value, list) else value
+    if _is_union(kind):
         return tuple(value) if isinstance(value, list) else value
     if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
         return float(value)
@@ -142,6 +154,8 @@ def from_text(text: str, kind: Any) -> Any:
     if typing.get_origin(kind) is tuple:
         inner = typing.get_args(kind)[0]
         return tuple(from_text(item.strip(), inner) for item in text.split(",") if item.strip())
+    if _is_union(kind):
+        return from_text(text, tuple[str, ...]) if "," in text else text
     if kind in (int, float):
         try:
             return kind(text)

@@ -140,7 +140,7 @@ def buffers_for(bucket: Bucket, *, dtype: torch.dtype = torch.bfloat16, last_hid
 
 
 def sample_of(length: int, index: int = 0) -> Sample:
-    return Sample(index, **random_sample(length, index))
+    return Sample(index, **random_sample(length, index), label="")
 
 
 def raw(buffer: Tensor) -> bytes:

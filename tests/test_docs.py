@@ -34,9 +34,11 @@ def test_every_setting_that_is_named_exists(page: str) -> None:
 
 
 def test_the_settings_on_the_page_of_formats(tmp_path: Path) -> None:
-    (table,) = re.findall(r"```toml\n(.*?)```", (DOCS / "data.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-    (tmp_path / "run.toml").write_text(table)
-    assert load_settings(tmp_path / "run.toml").data.target_layer_ids == default_target_layer_ids(36, 5)
+    tables = re.findall(r"```toml\n(.*?)```", (DOCS / "data.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    for table, folders in zip(tables, (1, 2), strict=True):
+        (tmp_path / "run.toml").write_text(table)
+        data = load_settings(tmp_path / "run.toml").data
+        assert data.target_layer_ids == default_target_layer_ids(36, 5) and len(data.folders) == folders
 
 
 def test_the_translated_recipe_is_a_settings_file(tmp_path: Path) -> None:

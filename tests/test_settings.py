@@ -107,7 +107,7 @@ def test_mistakes_are_named(override: str, message: str) -> None:
         ("[run]\nseed = true\n", "run.seed: expected a whole number, at least 0, found True"),
         ("[optimizer]\nlr = true\n", "optimizer.lr: expected a number, more than 0, found True"),
         ("[buckets]\npacking = 1\n", "buckets.packing: expected true or false, found 1"),
-        ("[data]\npath = 3\n", "data.path: expected text, found 3"),
+        ("[data]\npath = 3\n", "data.path: expected text or a list of words, found 3"),
         ("[data]\ntoo_long = []\n", "data.too_long: expected one of skip, truncate, split, found"),
         ("[buckets]\nlengths = 512\n", "buckets.lengths: expected a list of whole numbers, at least 1, found 512"),
         ("[buckets]\nlengths = [512]\nmax_length = 512\n", "buckets.max_length: expected 0 with buckets.lengths"),
@@ -147,7 +147,7 @@ def test_gamma_follows_the_paper(block_size: int, gamma: float) -> None:
     [
         ("run.output=", "run.output: expected a folder, found nothing"),
         ("run.output=a\0b", "run.output: expected text, found"),
-        ("data.path=\ud800", "data.path: expected text, found"),
+        ("data.path=\ud800", "data.path: expected text or a list of words, found"),
         ("run.seed=18446744073709551616", "run.seed: expected a whole number, at least 0, found 18446744073709551616"),
         ("buckets.lengths=128,99999999999999999999", "buckets.lengths: expected a list of whole numbers"),
     ],
