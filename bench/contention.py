@@ -66,7 +66,7 @@ def _measure(
     workload: Workload, settings: Settings, device: torch.device, threads: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
     interval = settings.run.switch_interval_ms
-    repeats = repeats if device.type == "cuda" else min(repeats, 5)
+    repeats, warm_ups = (repeats, 4) if device.type == "cuda" else (min(repeats, 5), 1)
     rows: list[dict[str, Any]] = []
     counts = sorted({0, *threads})
     lengths = [workload.S] * samples_that_fit(workload)
@@ -79,7 +79,7 @@ def _measure(
             eager_ms: list[float] = []
             for count in counts:
                 with busy_threads(count):
-                    rows.append(_row(count, interval, fed_steps(subjects, repeats=repeats, warm_ups=4), rows))
+                    rows.append(_row(count, interval, fed_steps(subjects, repeats=repeats, warm_ups=warm_ups), rows))
                     if device.type == "cuda" and (not eager_ms or eager_ms[-1] < _MOST_EAGER_MS):
                         eager = fed_steps(subjects, repeats=_EAGER_STEPS, warm_ups=1, eager=True)
                         eager_ms.append(eager.mean_ms)
@@ -98,7 +98,7 @@ def _measure(
 def _with_pythons_own_turns(subjects: DatasetSubjects, count: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What the setting is for: the same with a switch interval of 5 ms, in few steps."""
     with short_turns(5.0), busy_threads(count):
-        return _row(count, 5.0, fed_steps(subjects, repeats=4, warm_ups=1), rows)
+        return _row(count, 5.0, fed_steps(subjects, repeats=2, warm_ups=1), rows)
 
 
 def _row(count: int, interval: float, steps: FedSteps, rows: list[dict[str, Any]]) -> dict[str, Any]:
