@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from buffers.dataset import SampleSource
-from buffers.foreign_facts import NORM_OF_FORMAT, Facts
+from buffers.foreign_facts import NORM_OF_FORMAT, Facts, missing_facts
 from buffers.mixture import Mixture
 from buffers.open_dataset import complete, open_dataset, open_folder
 from engine.drafter_config import DrafterConfig
@@ -67,6 +67,18 @@ def _open_sources(paths: Sequence[str], facts: Facts) -> list[SampleSource]:
     if twice:
         raise SettingsError(f"data.path: expected every folder once, found {twice[0]} again. Give it a weight of 2.")
     foreign = [open_folder(path, ScanProgress(path)) for path in paths]
+    missing = [
+        fact
+        for folder in foreign
+        if folder is not None
+        for fact in missing_facts(folder.format, facts, folder.reader, folder.has_last_hidden)
+    ]
+    if missing:
+        facts_wanted = list(dict.fromkeys(missing))
+        raise ValueError(
+            f"data.path: other trainers' files do not say everything; expected {len(facts_wanted)} more settings: "
+            f"{'; '.join(facts_wanted)}"
+        )
     formats = {folder.format for folder in foreign if folder is not None}
     # The setting is meant for the format that leaves it open, not for one beside it that fixes it.
     auto = replace(facts, last_hidden_norm="auto") if any(NORM_OF_FORMAT[name] is None for name in formats) else facts

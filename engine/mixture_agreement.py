@@ -62,7 +62,7 @@ def _claims(source: SampleSource, settings: Settings) -> dict[str, str]:
 def _target_claims(sources: Sequence[SampleSource], target: str) -> dict[str, dict[str, list[str]]]:
     """name of the claim -> value -> the folders that make it. Another trainer's files know no target but data.target."""
     weights: dict[str, list[str]] = {}
-    if target:
+    if target and any(Path(target).glob("*.safetensors")):
         weights.setdefault(_fingerprint(load_target_tensors(target)), []).append(f"{target} (data.target)")
     names: dict[str, list[str]] = {}
     compared = True

@@ -211,6 +211,14 @@ def test_another_target_with_the_same_sizes_is_seen(pair: tuple[Path, Path], tar
         show_plan((ours, FIXTURES / "specforge"), mixed(changes=changes))
 
 
+def test_all_that_the_formats_do_not_say_is_named_at_once(target: Path) -> None:
+    folders = [FIXTURES / name for name in ("deepspec", "specforge", "modelopt")]
+    with pytest.raises(ValueError, match="expected 4 more settings") as error:
+        show_plan(folders, mixed())
+    for name in ("target (", "target_layer_ids (", "mask_token_id (", "last_hidden_norm ("):
+        assert str(error.value).count(f"data.{name}") == 1
+
+
 def test_a_norm_that_one_format_leaves_open_is_not_put_on_another(target: Path) -> None:
     changes = (*FOREIGN, f"data.target={target}", "data.last_hidden_norm=pre", "objective.kl_weight=1")
     modelopt, deepspec, speculators = (FIXTURES / name for name in ("modelopt", "deepspec", "speculators"))
