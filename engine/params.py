@@ -7,8 +7,11 @@ shards. The members of a fused matmul ([q | k | v], [k | v], [gate | up]) stand 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,12 +54,21 @@ def parameter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 def initial_parameters(config: DrafterConfig, seed: int, std: float = 0.02) -> dict[str, Tensor]:
     """New weights, fp32 on the CPU, the same on every machine: matrices N(0, std), norms 1. 0.02 is initializer_range of
-    the Qwen3 configs that the published recipes start from."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.ones(shape) if len(shape) == 1 else torch.empty(shape).normal_(0.0, std, generator=generator)
-        for name, shape in parameter_shapes(config).items()
-    }
+    the Qwen3 configs that the published recipes start from.
+
+    Each tensor comes from a generator of its own, seeded with (seed, its place): a billion normal numbers take one core 5 s, so
+    all cores draw.
+    """
+    shapes = parameter_shapes(config)
+
+    def draw(place: int, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape)
+        (of_tensor,) = np.random.SeedSequence((seed, place)).generate_state(1).tolist()
+        return torch.empty(shape).normal_(0.0, std, generator=torch.Generator().manual_seed(of_tensor))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(shapes, pool.map(draw, range(len(shapes)), shapes.values()), strict=True))
 
 
 def check_tensors(

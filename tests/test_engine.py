@@ -332,3 +332,14 @@ def test_a_part_whose_gradient_comes_before_the_wholes_is_an_error() -> None:
     assert not sums.adds(arena[6:8])
     with pytest.raises(AssertionError, match="before that of the whole"):
         sums.adds(arena[4:10])
+
+
+def test_new_weights_are_the_seeds_whoever_draws_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config()
+    first = initial_parameters(config, seed=3)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert all(torch.equal(first[name], tensor) for name, tensor in initial_parameters(config, seed=3).items())
+    layers = [first[f"layers.{i}.mlp.up_proj.weight"] for i in (0, 1)]
+    assert not torch.equal(*layers)
+    assert not torch.equal(layers[0], initial_parameters(config, seed=4)["layers.0.mlp.up_proj.weight"])
+    assert layers[0].std().item() == pytest.approx(0.02, rel=0.05)
