@@ -29,8 +29,9 @@ from bench.workloads import TINY, WORKLOADS
 from buffers.anchors import sample_anchors
 from engine.kernels import ATTENTIONS
 from engine.mask import DraftMask, visible
-from engine.ops.attention import _card, attention_backward, attention_forward
+from engine.ops.attention import attention_backward, attention_forward
 from engine.ops.attention_tiles import Tile, Tiles, tiles_for
+from engine.ops.card import shared_memory_and_processors
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Attention = Callable[..., Tensor]
@@ -142,7 +143,7 @@ def _compile(shape: Shape, tiles: Tiles) -> None:
 def sweep(chosen: Iterable[Shape], device: torch.device, repeats: int) -> list[dict[str, Any]]:
     """Every tile of SWEEP: forward, then the whole backward with one kernel's tile changed, the best so far kept."""
     chosen = list(chosen)
-    base = tiles_for(E, 2, _card(device)[0], max(shape.K * shape.H // G for shape in chosen))
+    base = tiles_for(E, 2, shared_memory_and_processors(device)[0], max(shape.K * shape.H // G for shape in chosen))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=context) as pool:
         jobs = [

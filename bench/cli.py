@@ -20,10 +20,12 @@ def bench() -> None:
 @bench.command()
 @workload_option
 @click.option("--compiled/--no-compiled", default=True, show_default=True, help="Time torch.compile's step too.")
+@click.option("--whole/--no-whole", default=True, show_default=True, help="Time whole steps and the update too.")
 @measure_options(20)
 def step(
     workloads: Sequence[str],
     compiled: bool,
+    whole: bool,
     config: str | None,
     overrides: Sequence[str],
     repeats: int,
@@ -40,7 +42,9 @@ def step(
     settings = load_settings(config, overrides)
     from bench.step import run as run_step
 
-    figures = run_step(settings, workloads=workloads, repeats=repeats, compiled=compiled, out=out, plot=plot)
+    figures = run_step(
+        settings, workloads=workloads, repeats=repeats, compiled=compiled, whole=whole, out=out, plot=plot
+    )
     echo_json(figures, as_json)
 
 

@@ -19,13 +19,14 @@ from bench.ratios import CPU_NOTE, without_speeds
 from bench.subjects import Subject, dataset_subjects, trained_from_disk, workload_subject
 from bench.temporary_data import samples_that_fit, temporary_samples
 from bench.timed_step import measure_step
-from bench.timing import matmul_tflops, median_ms, provenance, spread, times_ms, write_result
+from bench.timing import matmul_tflops, provenance, spread, times_ms, write_result
 from bench.whole_step import whole_step
 from bench.workloads import Workload, chosen_workloads
 from engine.assemble import resolve_device
 from engine.reports import make_console, print_table
 from engine.settings import Settings
 
+TURNS = 4
 # L2 distance of the whole gradient, relative: bf16 rounds at other places when it is compiled, fp32 sums in another order, fp8
 # is compared with a step in bf16.
 TOLERANCE = {"bf16": 0.05, "fp32": 1e-4, "fp8": 0.25}
@@ -37,6 +38,7 @@ def run(
     workloads: Sequence[str] = (),
     repeats: int = 20,
     compiled: bool = True,
+    whole: bool = True,
     out: Path | None = None,
     plot: Path | None = None,
 ) -> dict[str, Any]:
@@ -48,10 +50,12 @@ def run(
     device = resolve_device(settings.run.device)
     rows: list[dict[str, Any]] = []
     if settings.data.path and not workloads:
-        rows += _dataset(settings, device, repeats, compiled)
+        rows += _dataset(settings, device, repeats, compiled, whole)
     else:
         for workload in chosen_workloads(workloads, device, default=("W1", "W2", "W3")):
-            rows.append(_workload(workload, settings, device, repeats, compiled))
+            rows.append(_workload(workload, settings, device, repeats, compiled, whole))
+            # What is measured is not lost when a later workload fails.
+            write_result({"where": provenance(), "steps": rows}, out)
     ceiling = matmul_tflops(device) if device.type == "cuda" else None
     for row in rows:
         row["matmul_ceiling_share"] = row["tflops"] / ceiling if ceiling else None
@@ -66,15 +70,16 @@ def run(
 
 
 def _workload(
-    workload: Workload, settings: Settings, device: torch.device, repeats: int, compiled: bool
+    workload: Workload, settings: Settings, device: torch.device, repeats: int, compiled: bool, whole: bool
 ) -> dict[str, Any]:
     with workload_subject(workload, settings, device) as subject:
         row = {"workload": workload.name, **_forward_backward(subject, repeats, compiled)}
+        if device.type == "cuda":
+            row |= _beside_bare_matmuls(subject, settings.model.head_chunk, repeats)
         del subject
     _free(device)
-    if device.type == "cuda":
-        row |= _bare_matmuls(workload, settings, device, row["replay_ms"], repeats)
-        _free(device)
+    if not whole:
+        return row
     lengths = [workload.S] * samples_that_fit(workload)
     with (
         temporary_samples(workload, lengths, device) as folder,
@@ -86,12 +91,14 @@ def _workload(
     return row
 
 
-def _dataset(settings: Settings, device: torch.device, repeats: int, compiled: bool) -> Iterator[dict[str, Any]]:
+def _dataset(
+    settings: Settings, device: torch.device, repeats: int, compiled: bool, whole: bool
+) -> Iterator[dict[str, Any]]:
     with dataset_subjects(settings.data.folders, settings, device, optimizer=True) as subjects:
         for bucket in subjects.engine.buckets:
             subject = subjects.subject(bucket)
             row = _forward_backward(subject, repeats, compiled)
-            yield row | whole_step(subjects, subject, repeats=_repeats(device, repeats))
+            yield row | (whole_step(subjects, subject, repeats=_repeats(device, repeats)) if whole else {})
 
 
 def _forward_backward(subject: Subject, repeats: int, compiled: bool) -> dict[str, Any]:
@@ -149,12 +156,16 @@ def compiled_difference(subject: Subject, step: CompiledStep) -> float:
     return apart.item()
 
 
-def _bare_matmuls(
-    workload: Workload, settings: Settings, device: torch.device, replay_ms: float, repeats: int
-) -> dict[str, float]:
-    matmuls = bare_matmul_graph(workload.config(), workload.bucket, device, settings.model.head_chunk)
-    bare_ms = median_ms(matmuls, device, repeats=repeats)
-    return {"bare_matmuls_ms": bare_ms, "over_bare_matmuls": replay_ms / bare_ms}
+def _beside_bare_matmuls(subject: Subject, head_chunk: int, repeats: int) -> dict[str, float]:
+    """The replay and a graph of its bare matmuls in turns: the chip's clock falls as it grows warm, for both alike."""
+    engine, device = subject.engine, subject.engine.device
+    matmuls = bare_matmul_graph(engine.config, subject.bucket, device, head_chunk)
+    ours, bare = [], []
+    for _ in range(TURNS):
+        ours += times_ms(lambda: engine.executor.run(subject.step), device, repeats=-(-repeats // TURNS), warm_ups=1)
+        bare += times_ms(matmuls, device, repeats=-(-repeats // TURNS), warm_ups=1)
+    ours_ms, bare_ms = spread(ours)["median"], spread(bare)["median"]
+    return {"bare_matmuls_ms": bare_ms, "beside_bare_matmuls_ms": ours_ms, "over_bare_matmuls": ours_ms / bare_ms}
 
 
 def _repeats(device: torch.device, repeats: int) -> int:
@@ -212,7 +223,7 @@ def _print(figures: dict[str, Any]) -> None:
 def _plot(figures: dict[str, Any], plot: Path) -> None:
     rows, cuda = figures["steps"], figures["where"]["gpu"] is not None
     names = [row.get("workload", row["bucket"]) for row in rows]
-    series = {"whole / (forward + backward)": [row["whole_over_forward_backward"] for row in rows]}
+    series = {"whole / (forward + backward)": [row.get("whole_over_forward_backward", 0.0) for row in rows]}
     if cuda:
         series = {
             name: [None if row.get(f"{key}_ms") is None else row[f"{key}_ms"] / row["replay_ms"] for row in rows]

@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from engine.ops.attention import _check, attention
-from engine.ops.attention_tiles import LARGE_SHARED_MEMORY, block_layout, splits_for, tiles_for
+from engine.ops.attention_tiles import block_layout, splits_for, tiles_for
+from engine.ops.card import LARGE_SHARED_MEMORY
 from tests.attention_helpers import Case, inputs_of, mask_of
 
 SMALL_SHARED_MEMORY = 99 * 1024

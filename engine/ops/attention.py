@@ -15,7 +15,8 @@ from torch import Tensor
 
 from engine.mask import NO_WINDOW, DraftMask
 from engine.ops.attention_kernels import dkv_kernel, dq_kernel, draft_kernel, forward_kernel, sum_splits_kernel
-from engine.ops.attention_tiles import LARGE_SHARED_MEMORY, Tiles, block_layout, power_of_two, splits_for, tiles_for
+from engine.ops.attention_tiles import Tiles, block_layout, power_of_two, splits_for, tiles_for
+from engine.ops.card import shared_memory_and_processors
 
 # Blocks whose bounds dkv_kernel reads at once.
 _CHUNK = 1024
@@ -155,7 +156,7 @@ def attention_backward(
     tile = tiles.dkv
     positions = block_layout(tile.rows, R, 1).positions
     if splits is None:
-        slots = _card(q.device)[1] * max(1, 8 // tile.warps)
+        slots = shared_memory_and_processors(q.device)[1] * max(1, 8 // tile.warps)
         splits = splits_for(S, triton.cdiv(Q, positions), B * G, tile.keys, window, slots)
     # A single split writes the gradients themselves. Those of several are partial sums, contiguous [B, S, G, E] each.
     partial = torch.empty(2, splits, B, S, G, E, dtype=torch.float32, device=q.device) if splits > 1 else None
@@ -175,17 +176,8 @@ def attention_backward(
 
 
 @cache
-def _card(device: torch.device) -> tuple[int, int]:
-    """(bytes of shared memory that a block may have, multiprocessors); small numbers where Triton is interpreted."""
-    if device.type != "cuda":
-        return LARGE_SHARED_MEMORY, 8
-    index = torch.cuda.current_device() if device.index is None else device.index
-    properties = triton.runtime.driver.active.utils.get_device_properties(index)
-    return properties["max_shared_mem"], properties["multiprocessor_count"]
-
-
 def _card_tiles(q: Tensor, block_rows: int) -> Tiles:
-    return tiles_for(q.shape[-1], q.element_size(), _card(q.device)[0], block_rows)
+    return tiles_for(q.shape[-1], q.element_size(), shared_memory_and_processors(q.device)[0], block_rows)
 
 
 def _in_rows(x: Tensor) -> bool:

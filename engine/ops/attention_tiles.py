@@ -10,8 +10,7 @@ import heapq
 from dataclasses import dataclass
 from functools import cache
 
-# Bytes that a block may have on Hopper and on data-centre Blackwell. The other cards have 99 KiB or more.
-LARGE_SHARED_MEMORY = 227 * 1024
+from engine.ops.card import LARGE_SHARED_MEMORY
 
 
 @dataclass(frozen=True)

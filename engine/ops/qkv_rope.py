@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.card import pipeline_stages
 from engine.ops.column_sums import add_sums
 from engine.ops.weight import Weight
 
@@ -215,6 +216,8 @@ class _QKVRope(torch.autograd.Function):
         if sizes["SHARED"]:
             dqkv = torch.empty_like(qkv)
             dshared = torch.empty(programs, qkv.shape[1], device=qkv.device, dtype=torch.float32)
+        # Eight loads a row, of whole tiles: two halves each of the projection, dq, dk and dv.
+        in_flight = 8 * sizes["HEADS"] * sizes["HALF"] * qkv.element_size()
         _backward[(programs,)](
             dq.contiguous(),
             dk.contiguous(),
@@ -232,7 +235,7 @@ class _QKVRope(torch.autograd.Function):
             rows_per_program,
             ctx.eps,
             **sizes,
-            STAGES=_BACKWARD_STAGES,
+            STAGES=pipeline_stages(_BACKWARD_STAGES, in_flight, qkv.device),
             num_warps=min(_BACKWARD_WARPS, _warps(sizes)),
         )
         if sizes["SHARED"]:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.card import pipeline_stages
 from engine.ops.column_sums import add_sums
 from engine.ops.weight import Weight
 
@@ -169,7 +170,7 @@ def norm_backward(
         REFORM=reform,
         DROP=drop,
         BLOCK_D=block,
-        STAGES=_BACKWARD_STAGES,
+        STAGES=pipeline_stages(_BACKWARD_STAGES, 3 * block * total.element_size(), total.device),
         num_warps=_warps(block),
     )
     add_sums(weight.grad, partial, add=weight.adds())

@@ -119,9 +119,9 @@ def test_twenty_training_steps_equal_a_plain_loop_with_torch(built: Built) -> No
     norms = []
     for step in range(20):
         twin.zero_()
-        for bucket in TRAINED:
+        for i, bucket in enumerate(TRAINED):
             inputs.load(bucket, seed=step)
-            twin.executor.call(f"train {bucket.name}")
+            twin.executor.call(f"{'add' if i else 'train'} {bucket.name}")
         weight = twin.metrics.sums[1].float()  # the summed weight of the loss
         for name, gradient in twin.gradients().items():
             weights[name].grad = gradient / weight
