@@ -20,9 +20,11 @@ from engine.cli_options import (
     config_option,
     echo_json,
     json_option,
+    require_data,
     set_option,
 )
-from engine.settings import Settings, load_settings
+from engine.graphs_cli import graphs
+from engine.settings import load_settings
 from engine.settings_fields import SettingsError
 
 
@@ -34,7 +36,8 @@ from engine.settings_fields import SettingsError
 def cli(traceback: bool) -> None:
     """Train DFlash drafters with the whole step in CUDA graphs.
 
-    Exit codes: 0 done, 1 failed, 2 bad usage or settings, 130 interrupted with a checkpoint saved.
+    Exit codes: 0 done, 1 failed, 2 bad usage or settings, 3 stale graphs (graphs status), 130 interrupted with a
+    checkpoint saved.
     """
 
 
@@ -118,13 +121,6 @@ def train(config: str | None, overrides: Sequence[str], init: str | None, resume
     from engine.train import train as train_drafter
 
     echo_json(train_drafter(settings, resume=resume), as_json)
-
-
-def require_data(settings: Settings) -> None:
-    if not settings.data.folders:
-        raise SettingsError(
-            "data.path: expected a dataset's folder, found nothing. Set it in [data] or with --set data.path=FOLDER."
-        )
 
 
 @cli.command()
@@ -231,6 +227,7 @@ def evaluate(
 
 
 cli.add_command(data)
+cli.add_command(graphs)
 
 
 def run(group: click.Group, args: Sequence[str] | None = None) -> int:

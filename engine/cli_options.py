@@ -6,8 +6,11 @@ from typing import Any
 
 import click
 
+from engine.settings import Settings
+from engine.settings_fields import SettingsError
+
 PROGRAM = "dflash-engine"
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_USAGE, EXIT_STALE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 json_option = click.option("--json", "as_json", is_flag=True, help="End stdout with one line of JSON: the figures.")
 config_option = click.option(
@@ -20,6 +23,14 @@ set_option = click.option(
     metavar="SECTION.KEY=VALUE",
     help="Change one setting, as in run.device=cpu; may be repeated. Names: docs/settings.md.",
 )
+
+
+def require_data(settings: Settings) -> None:
+    """Raises SettingsError where no dataset is named."""
+    if not settings.data.folders:
+        raise SettingsError(
+            "data.path: expected a dataset's folder, found nothing. Set it in [data] or with --set data.path=FOLDER."
+        )
 
 
 def echo_json(figures: dict[str, Any], as_json: bool) -> None:

@@ -202,23 +202,47 @@ class Engine:
     def verify(self, bucket: Bucket) -> Difference | None:
         """Replays the bucket's two steps, the first of an update and one that adds, on what its inputs hold and compares with
         the eager twins: every gradient, the steps' weight and all metrics. None when bit-equal. Forgets gradients and metrics."""
-        steps = (f"train {bucket.name}", f"add {bucket.name}")
-        eager = self._outcome(self.executor.call, steps)
-        fast = self._outcome(self.executor.run, steps)
-        self.zero_()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the eager twin's memory lies outside the graphs' pool
-        return worst_difference(fast, eager)
+        return self._difference(bucket, self.executor.run, self.executor.call)
+
+    def noise(self, bucket: Bucket) -> Difference | None:
+        """As verify, of two eager steps: None where every kernel is deterministic."""
+        return self._difference(bucket, self.executor.call, self.executor.call)
+
+    def verify_rows(self, bucket: Bucket, rows: int) -> Difference | None:
+        """As verify, of gradients and loss, with an eager step that has the first `rows` rows alone. The replay's others are
+        emptied in the inputs: the same sums, added up in another order."""
+        inputs = self._all_inputs[0](bucket)
+        for tensor in inputs.values():
+            tensor[rows:].zero_()
+        few = {name: tensor[:rows] for name, tensor in inputs.items()}
+
+        def eager(name: str) -> None:
+            forward_backward(self.parts, few, self._denominator, first=name.startswith("train "))
+
+        return self._difference(bucket, self.executor.run, eager, whole=False)
 
     def close(self) -> None:
         """Frees all graphs; the engine takes no step after it."""
         self.executor.close()
 
-    def _outcome(self, run: Callable[[str], None], steps: tuple[str, ...]) -> dict[str, Tensor]:
+    def _difference(
+        self, bucket: Bucket, run: Callable[[str], None], twin: Callable[[str], None], *, whole: bool = True
+    ) -> Difference | None:
+        """Of the bucket's two steps, the first of an update and one that adds, run in one way and in the other. whole: metrics
+        beside the loss too. Forgets gradients and metrics."""
+        expected, found = (self._outcome(way, bucket, whole=whole) for way in (twin, run))
         self.zero_()
-        for step in steps:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the eager twin's memory lies outside the graphs' pool
+        return worst_difference(found, expected)
+
+    def _outcome(self, run: Callable[[str], None], bucket: Bucket, *, whole: bool) -> dict[str, Tensor]:
+        self.zero_()
+        for step in (f"train {bucket.name}", f"add {bucket.name}"):
             run(step)
-        sums = {"metrics": self.metrics.sums, "slots": self.metrics.slots, "denominator": self._denominator}
+        sums = {"loss": self.metrics.sums[0], "denominator": self._denominator}
+        if whole:
+            sums |= {"metrics": self.metrics.sums, "slots": self.metrics.slots}
         return {name: tensor.clone() for name, tensor in (self.gradients() | sums).items()}
 
 

@@ -30,6 +30,8 @@ from engine.checkpoint import check_config, load_checkpoint, save_checkpoint, sa
 from engine.data_feed import Progress, beginning, carried_over, count_steps, training_steps
 from engine.data_source import open_training_data
 from engine.engine import Engine
+from engine.fingerprints import bucket_fingerprints
+from engine.graphs_ready import make_ready
 from engine.held_out import HeldOut, open_held_out
 from engine.interrupts import Interrupts
 from engine.laps import Laps
@@ -41,7 +43,6 @@ from engine.run_folder import alone_in, prepare_output
 from engine.run_log import RunLog
 from engine.settings import Settings
 from engine.turns import short_turns
-from graphs.executor import CaptureError
 from graphs.guards import Counters
 
 
@@ -61,10 +62,7 @@ class TrainingRun:
             if saved is not None:
                 check_config(saved, self.engine.config)
             self._say_plan()
-            compile_s = sum(report.warm_up_s for report in self.engine.build())
-            self.laps.end("capture", of_it=compile_s, other="compile")
-            self._verify()
-            self.laps.end("verify")
+            self._build_graphs()
             self._find_start(saved)
             self._open_logs(parts, resumed=saved is not None)
             self._parts = parts.pop_all()
@@ -211,6 +209,7 @@ class TrainingRun:
         self.batch_plan = make_batch_plan(settings, data, buckets)
         self._too_long = named_lengths(data, self.batch_plan.too_long)
         self._sources = source_rows(data, self.batch_plan) if isinstance(data, Mixture) else []
+        self.fingerprints = bucket_fingerprints(settings, config, data.info, buckets, device, precision)
         self.laps.end("plan")
         self.inputs = parts.enter_context(InputPipeline(data, buckets, **pipeline))
         self.held_out = None
@@ -275,26 +274,18 @@ class TrainingRun:
             bad_files=self.data.bad_files,
         )
 
-    def _verify(self) -> None:
-        """Every bucket's replay against its eager twin, on the first real batch of the bucket."""
-        if self.engine.executor.how != "replayed":
-            return
-        unseen = set(self.engine.buckets)
+    def _build_graphs(self) -> None:
+        """Compiled, captured, and compared with the eager steps on the first real batch of each bucket."""
         epochs = range(self.settings.run.epochs)
-        for batch in chain.from_iterable(map(self.batch_plan.epoch, epochs)):
-            if not unseen:
-                break
-            if batch.bucket in unseen:
-                unseen.remove(batch.bucket)
-                self.inputs.load(batch)
-                difference = self.engine.verify(batch.bucket)
-                if difference is not None:
-                    raise CaptureError(
-                        f"bucket {batch.bucket.name}: the replay differs from the eager step in {difference.name} by "
-                        f"{difference.relative:.1e} of its largest value; train on the CPU, or report this with dflash-engine's "
-                        "version and the GPU's name"
-                    )
-        self.engine.executor.times.clear()
+        make_ready(
+            self.engine,
+            chain.from_iterable(map(self.batch_plan.epoch, epochs)),
+            self.inputs.load,
+            settings=self.settings,
+            fingerprints=self.fingerprints,
+            laps=self.laps,
+            say=self._say,
+        )
 
     def _say_plan(self) -> None:
         engine, too_long = self.engine, self.settings.data.too_long

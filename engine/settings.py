@@ -285,6 +285,11 @@ class RunSettings:
         high=1000.0,
     )
     keep: int = setting(2, "latest checkpoints to keep; the best by evaluation is kept beside them", low=1)
+    verify: Literal["always", "changed", "never"] = setting(
+        "always",
+        "compare every bucket's replay with the eager step on a real batch before the first step; changed: only the buckets that "
+        "graphs.json in run.output does not know as verified under the same fingerprint (docs/graphs.md)",
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from graphs.guards import host_sync_is_an_error
+from graphs.nodes import count_kernels
 from graphs.timing import StepTimes
 
 Step = Callable[[], object]
@@ -22,13 +23,16 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What building one step took. pool_mib: growth of the memory that torch holds on the device, by this capture."""
+    """What building one step took. pool_mib: growth of the memory that torch holds on the device, by this capture; exec_mib:
+    what the device has less of besides, for the executable graph; nodes: kernels in it, None where nobody counted."""
 
     name: str
     how: str  # "replayed" | "called"
     warm_up_s: float
     capture_s: float
     pool_mib: float
+    exec_mib: float = 0.0
+    nodes: int | None = None
 
 
 class CaptureError(RuntimeError):
@@ -102,12 +106,15 @@ class GraphExecutor:
         torch.cuda.empty_cache()
         reports = []
         for name in self._steps:
-            held = torch.cuda.memory_reserved(self.device)
+            held, free = torch.cuda.memory_reserved(self.device), torch.cuda.mem_get_info(self.device)[0]
             start = time.perf_counter()
-            self._capture(name)
+            nodes = self._capture(name)
             capture_s = time.perf_counter() - start
-            grown = (torch.cuda.memory_reserved(self.device) - held) / 2**20
-            reports.append(BuildReport(name, self.how, warm_up_s[name], capture_s, grown))
+            grown = torch.cuda.memory_reserved(self.device) - held
+            beside = max(0, free - torch.cuda.mem_get_info(self.device)[0] - grown)
+            reports.append(
+                BuildReport(name, self.how, warm_up_s[name], capture_s, grown / 2**20, beside / 2**20, nodes)
+            )
         return reports
 
     def run(self, name: str) -> None:
@@ -142,13 +149,22 @@ class GraphExecutor:
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
 
-    def _capture(self, name: str) -> None:
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self, name: str) -> int | None:
+        """Captures one step; the kernels in its graph, where they can be counted."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         # thread_local: the loader thread may pin and copy meanwhile.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local")
         with self._explained(name, "capturing"), _no_garbage_collection(), capture:
             self._steps[name]()
+        nodes = count_kernels(graph.raw_cuda_graph())
+        if nodes == 0:
+            raise CaptureError(
+                f"captured no kernel of {name}: expected its work on the capture stream, found it elsewhere; do not cache streams"
+            )
+        with self._explained(name, "instantiating"):
+            graph.instantiate()
         self._graphs[name] = graph
+        return nodes
 
     @contextmanager
     def _explained(self, name: str, doing: str) -> Iterator[None]:

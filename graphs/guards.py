@@ -51,7 +51,15 @@ class Counters:
         return Counters(self.device_allocations - earlier.device_allocations, self.compilations - earlier.compilations)
 
 
+def kernels_compiled() -> int:
+    """Triton kernels, and graphs of torch.compile, that no cache on disk held and that were compiled since this module was
+    imported."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return _compiled_anew + (int(dynamo.counters["inductor"].get("fxgraph_cache_miss", 0)) if dynamo is not None else 0)
+
+
 _triton_kernels = 0
+_compiled_anew = 0
 
 
 def _count_triton_kernels() -> None:
@@ -68,6 +76,15 @@ def _count_triton_kernels() -> None:
         return earlier(*args, **kwargs) if earlier is not None else None
 
     triton.knobs.runtime.jit_post_compile_hook = count
+    listener = triton.knobs.compilation.listener
+
+    def listen(*args: Any, **kwargs: Any) -> None:
+        global _compiled_anew
+        _compiled_anew += not kwargs["cache_hit"]
+        if listener is not None:
+            listener(*args, **kwargs)
+
+    triton.knobs.compilation.listener = listen
 
 
 _count_triton_kernels()

@@ -18,6 +18,8 @@ WORK = {
     "demo": ("engine.demo", "run_demo", ["demo"]),
     "plan": ("engine.planning", "show_plan", ["plan", "data"]),
     "train": ("engine.train", "train", ["train", "--set", "data.path=data"]),
+    "graphs status": ("engine.graphs_status", "show_status", ["graphs", "status", "--set", "data.path=data"]),
+    "graphs build": ("engine.graphs_build", "build_graphs", ["graphs", "build", "--set", "data.path=data"]),
     "export": ("engine.export", "export_drafter", ["export", "run", "out"]),
     "eval": ("engine.evaluate", "evaluate_drafter", ["eval", "drafter", "data"]),
     "data inspect": ("engine.inspection", "inspect_dataset", ["data", "inspect", "data"]),

@@ -49,6 +49,7 @@ def test_a_run_learns_and_leaves_what_it_should(data: Path, tmp_path: Path) -> N
         "metrics.jsonl",
         "buffers.txt",
         "left_out.json",
+        "graphs.json",
         *(f"{folder}/{file}" for folder in ("best", "drafter") for file in ("config.json", "model.safetensors")),
         "best/best.json",
         *(

@@ -1,0 +1,132 @@
+"""`dflash-engine graphs build`: compile, capture, verify and measure what training would, write graphs.json, and end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from buffers.batching import Batch
+from buffers.shapes import Bucket
+from buffers.staging import InputPipeline
+from engine.assemble import (
+    drafter_config,
+    engine_options,
+    frozen_target,
+    initial_weights,
+    make_batch_plan,
+    make_plan,
+    pipeline_options,
+    resolve_device,
+    resolve_precision,
+)
+from engine.data_source import open_training_data
+from engine.engine import Engine
+from engine.fingerprints import bucket_fingerprints
+from engine.graphs_ready import make_ready
+from engine.graphs_record import bucket_figures, print_record
+from engine.held_out import HeldOut, open_held_out
+from engine.laps import Laps
+from engine.reports import make_console
+from engine.settings import Settings
+from graphs.measure import StepCost, step_cost
+from graphs.record import write_record
+
+
+def build_graphs(settings: Settings) -> dict[str, Any]:
+    """Prints the report and returns its figures. Raises CaptureError when a bucket cannot be captured or its replay is not the
+    eager step, and as training does for settings and data that do not go together."""
+    console, errors, laps = make_console(), make_console(stderr=True), Laps()
+    with ExitStack() as parts:
+        device = resolve_device(settings.run.device)
+        precision = resolve_precision(settings.run.precision, device)
+        data = open_training_data(settings.data.folders, settings)
+        config = drafter_config(settings, data.info)
+        pipeline = pipeline_options(settings, data, device, precision)
+        held_out, target = open_held_out(settings, data), frozen_target(settings, data)
+        weights = initial_weights(settings, config)
+        buckets = make_plan(settings, data, config, device).buckets
+        plan = make_batch_plan(settings, data, buckets)
+        fingerprints = bucket_fingerprints(settings, config, data.info, buckets, device, precision)
+        laps.end("plan")
+        inputs = parts.enter_context(InputPipeline(data, buckets, **pipeline))
+        eval_inputs = None
+        if held_out is not None:
+            eval_inputs = HeldOut(
+                held_out, buckets, settings, folder=Path(settings.run.output), pipeline=pipeline
+            ).inputs
+            parts.enter_context(eval_inputs)
+        engine = Engine(
+            config,
+            target,
+            buckets,
+            inputs.inputs,
+            optimizer=settings.optimizer,
+            eval_inputs=eval_inputs.inputs if eval_inputs is not None else None,
+            **engine_options(settings, device, precision),
+        )
+        parts.callback(engine.close)
+        engine.params.load_(weights)
+        laps.end("memory")
+        record = make_ready(
+            engine,
+            chain.from_iterable(map(plan.epoch, range(settings.run.epochs))),
+            inputs.load,
+            settings=settings,
+            fingerprints=fingerprints,
+            laps=laps,
+            say=lambda text: errors.print(text, markup=False, soft_wrap=True),
+        )
+        times = _measure(engine, plan.epoch(0), inputs)
+        laps.end("measure")
+    timed = tuple(replace(bucket, **times.get(bucket.bucket, {})) for bucket in record.buckets)
+    record = replace(record, buckets=timed, phases_s=tuple(laps.seconds.items()))
+    path = write_record(Path(settings.run.output), record)
+    print_record(record, console)
+    console.print(f"{path}; the graphs themselves end with this process", markup=False, soft_wrap=True)
+    return {
+        "record": str(path),
+        "generation": record.generation,
+        "phases_s": dict(record.phases_s),
+        "kernels_compiled": record.kernels_compiled,
+        "reserved_mib": record.reserved_mib,
+        "buckets": [bucket_figures(bucket) for bucket in record.buckets],
+    }
+
+
+def _measure(engine: Engine, batches: list[Batch], inputs: InputPipeline) -> Mapping[str, dict[str, Any]]:
+    """Milliseconds of each bucket's first micro-batch, eager and replayed, by the bucket's name; nothing without a GPU."""
+    if engine.executor.how != "replayed":
+        return {}
+    first: dict[Bucket, Batch] = {}
+    for batch in batches:
+        first.setdefault(batch.bucket, batch)
+    found: dict[str, dict[str, Any]] = {}
+    for bucket, batch in first.items():
+        inputs.load(batch)
+        step = f"train {bucket.name}"
+        replay = step_cost(lambda step=step: engine.executor.run(step), engine.device)  # type: ignore[misc]
+        eager = _eager_cost(engine, step)
+        found[bucket.name] = {
+            "replay_ms": replay.device_ms,
+            "replay_host_ms": replay.host_ms,
+            "eager_ms": eager.device_ms if eager else None,
+            "eager_host_ms": eager.host_ms if eager else None,
+        }
+    engine.zero_()
+    engine.executor.times.clear()
+    return found
+
+
+def _eager_cost(engine: Engine, step: str) -> StepCost | None:
+    """None where the eager step does not fit beside the pool. Its memory is given back."""
+    cost = None
+    with suppress(torch.OutOfMemoryError):
+        cost = step_cost(lambda: engine.executor.call(step), engine.device, repeats=3)
+    torch.cuda.empty_cache()
+    return cost

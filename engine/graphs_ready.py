@@ -1,0 +1,69 @@
+"""From an assembled engine to graphs that may be used: compiled, captured, verified, and written down in graphs.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from buffers.batching import Batch
+from buffers.shapes import Bucket
+from engine.engine import Engine
+from engine.graphs_record import record_of
+from engine.laps import Laps
+from engine.settings import Settings
+from engine.verification import verify_buckets
+from graphs.fingerprint import Fingerprint
+from graphs.guards import kernels_compiled
+from graphs.record import Record, RecordError, read_record, write_record
+
+Say = Callable[[str], None]
+
+
+def make_ready(
+    engine: Engine,
+    batches: Iterable[Batch],
+    load: Callable[[Batch], None],
+    *,
+    settings: Settings,
+    fingerprints: Mapping[Bucket, Fingerprint],
+    laps: Laps,
+    say: Say,
+    generation: int = 1,
+    estimates_mib: Mapping[Bucket, float] | None = None,
+) -> Record:
+    """Builds the engine's graphs and compares every bucket with its eager step as run.verify says, on the first of `batches` of
+    that bucket. Writes graphs.json into run.output and returns what it holds; milliseconds come from an earlier one under the
+    same fingerprints. Raises CaptureError."""
+    folder = Path(settings.run.output)
+    compiled = kernels_compiled()
+    reports = engine.build()
+    laps.end("capture", of_it=sum(report.warm_up_s for report in reports), other="compile")
+    earlier = known_record(folder, say)
+    verified = verify_buckets(
+        engine, batches, load, policy=settings.run.verify, fingerprints=fingerprints, known=earlier, say=say
+    )
+    laps.end("verify")
+    record = record_of(
+        reports,
+        fingerprints,
+        verified,
+        generation=generation,
+        phases_s=laps.seconds,
+        kernels_compiled=kernels_compiled() - compiled,
+        reserved_mib=torch.cuda.memory_reserved(engine.device) / 2**20 if engine.device.type == "cuda" else None,
+        estimates_mib=estimates_mib,
+        earlier=earlier,
+    )
+    write_record(folder, record)
+    return record
+
+
+def known_record(folder: Path, say: Say) -> Record | None:
+    """What graphs.json in `folder` says; None, and that is said, where it cannot be trusted."""
+    try:
+        return read_record(folder)
+    except RecordError as error:
+        say(str(error))
+        return None

@@ -1,0 +1,138 @@
+"""Before the first step: is every bucket's replay the eager step, on a batch of its own?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from buffers.batching import Batch
+from buffers.shapes import Bucket
+from engine.engine import Engine
+from graphs.executor import CaptureError
+from graphs.fingerprint import BUFFERS, Fingerprint
+from graphs.parity import Difference
+from graphs.record import Record
+
+EQUAL = "equal bits"
+CALLED = "called: nothing to compare"
+NEVER = ""
+# max|replay - eager| / max|eager| of a tensor when the eager step has fewer rows: its matmuls then sum in another order.
+ROWS_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp8": 0.25}
+
+
+@dataclass(frozen=True)
+class Verified:
+    """how: in words, "" for a bucket that was not compared. seconds: what it took."""
+
+    how: str
+    seconds: float = 0.0
+
+
+def verify_buckets(
+    engine: Engine,
+    batches: Iterable[Batch],
+    load: Callable[[Batch], None],
+    *,
+    policy: str,
+    fingerprints: Mapping[Bucket, Fingerprint],
+    known: Record | None,
+    say: Callable[[str], None],
+) -> dict[Bucket, Verified]:
+    """Replays every bucket on the first of its `batches` and compares with its eager twin. Gradients and metrics are forgotten
+    afterwards and the eager twin's memory is given back.
+
+    policy: always; changed, which leaves out a bucket whose very fingerprint `known` says was verified; never. Raises
+    CaptureError naming the bucket and the tensor that differs most.
+    """
+    if engine.executor.how != "replayed":
+        return dict.fromkeys(engine.buckets, Verified(CALLED))
+    found = dict.fromkeys(engine.buckets, Verified(NEVER))
+    unseen = set(engine.buckets) if policy != "never" else set()
+    for bucket in sorted(unseen):
+        before = known.verified_before(bucket.name, fingerprints[bucket], ignore=(BUFFERS,)) if known else ""
+        if policy == "changed" and before:
+            found[bucket] = Verified(before)
+            unseen.remove(bucket)
+    for batch in batches:
+        if not unseen:
+            break
+        if batch.bucket in unseen:
+            unseen.remove(batch.bucket)
+            start = time.perf_counter()
+            how = _verify(engine, batch, load)
+            found[batch.bucket] = Verified(how, time.perf_counter() - start)
+            if how != EQUAL:
+                say(f"bucket {batch.bucket.name}: replay and eager step compared: {how}")
+    for bucket in sorted(unseen):
+        say(f"bucket {bucket.name}: not verified, the data have no batch of it")
+    engine.executor.times.clear()
+    return found
+
+
+def _verify(engine: Engine, batch: Batch, load: Callable[[Batch], None]) -> str:
+    """The whole batch; where the eager twin does not fit beside the graphs' pool, the same with its layers formed again in the
+    backward pass, which computes the same bits; then with ever fewer rows."""
+    bucket, drafter = batch.bucket, engine.drafter
+    load(batch)
+    fits, difference = _compare(engine, lambda: engine.verify(bucket))
+    if fits:
+        return _judged(engine, bucket, difference)
+    own = drafter.recompute
+    drafter.recompute = "layer"
+    try:
+        fits, difference = _compare(engine, lambda: engine.verify(bucket))
+        if fits:
+            return f"{_judged(engine, bucket, difference)}, the eager step with its layers recomputed to fit beside the pool"
+        rows = bucket.B
+        while rows > 1:
+            rows //= 2
+            load(batch)
+            fits, difference = _compare(engine, lambda rows=rows: engine.verify_rows(bucket, rows))  # type: ignore[misc]
+            if fits:
+                break
+    finally:
+        drafter.recompute = own
+    if not fits:
+        return "not verified: the eager step of one row does not fit beside the pool"
+    tolerance = ROWS_TOLERANCE[engine.precision]
+    if difference is not None and not difference.relative <= tolerance:
+        raise mismatch(bucket, difference)
+    apart = 0.0 if difference is None else difference.relative
+    return (
+        f"{rows} of {bucket.B} rows, more do not fit beside the pool: {apart:.1e} of the largest value apart, {tolerance:g} "
+        "allowed"
+    )
+
+
+def _compare(engine: Engine, compare: Callable[[], Difference | None]) -> tuple[bool, Difference | None]:
+    """(whether it fitted, the difference). The failed attempt's memory is given back: its traceback ends here."""
+    try:
+        return True, compare()
+    except torch.OutOfMemoryError:
+        pass
+    engine.zero_()
+    if engine.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return False, None
+
+
+def _judged(engine: Engine, bucket: Bucket, difference: Difference | None) -> str:
+    """Bits, or as close as two eager steps are to each other. Raises CaptureError for what is further off."""
+    if difference is None:
+        return EQUAL
+    noise = engine.noise(bucket)
+    if noise is None or not difference.relative <= 2 * noise.relative:
+        raise mismatch(bucket, difference)
+    return f"{difference.relative:.1e} of the largest value apart, two eager steps {noise.relative:.1e}"
+
+
+def mismatch(bucket: Bucket, difference: Difference) -> CaptureError:
+    """What to raise for a replay that is not the eager step."""
+    return CaptureError(
+        f"bucket {bucket.name}: the replay differs from the eager step in {difference.name} by "
+        f"{difference.relative:.1e} of its largest value; train on the CPU, or report this with dflash-engine's "
+        "version and the GPU's name"
+    )

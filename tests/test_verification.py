@@ -1,0 +1,217 @@
+"""Verify before use: which buckets are compared, on what, and what is said of the outcome. The replay is played by a stand-in."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from buffers.batching import Batch, BatchPlan
+from buffers.shapes import Bucket
+from engine.engine import Engine
+from engine.settings import ObjectiveSettings, OptimizerSettings
+from engine.verification import CALLED, EQUAL, Verified, verify_buckets
+from graphs.executor import CaptureError
+from graphs.fingerprint import BUFFERS, Fingerprint
+from graphs.record import BucketRecord, Record
+from tests.drafter_helpers import CPU, make_batch, random_sample, random_target, random_weights, small_config
+
+BUCKETS = (Bucket(1, 128, 32, 4), Bucket(4, 256, 32, 4))
+CONFIG = small_config()
+PRINTS = {bucket: Fingerprint.of({"bucket": bucket.name, BUFFERS: 1}) for bucket in BUCKETS}
+
+
+class Graphs:
+    """Calls the steps, and says that it replays; `broken` is done after a replay, `fits` decides whether an eager step does."""
+
+    how = "replayed"
+
+    def __init__(self) -> None:
+        self.steps: dict[str, Callable[[], object]] = {}
+        self.times = SimpleNamespace(clear=lambda: None)
+        self.broken: Callable[[str], object] = lambda name: None
+        self.fits: Callable[[str], bool] = lambda name: True
+        self.replayed: list[str] = []
+
+    def add(self, name: str, step: Callable[[], object]) -> None:
+        self.steps[name] = step
+
+    def run(self, name: str) -> None:
+        self.replayed.append(name)
+        self.steps[name]()
+        self.broken(name)
+
+    def call(self, name: str) -> None:
+        if not self.fits(name):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.steps[name]()
+
+    def close(self) -> None:
+        self.steps.clear()
+
+
+class Case:
+    """An engine on the CPU whose executor is a Graphs, and batches of samples for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.graphs = Graphs()
+        monkeypatch.setattr("engine.engine.make_executor", lambda device: self.graphs)
+        self.inputs = {bucket: make_batch(CONFIG, bucket, []) for bucket in BUCKETS}
+        self.engine = Engine(
+            CONFIG,
+            random_target(CONFIG),
+            BUCKETS,
+            lambda bucket: self.inputs[bucket],
+            device=CPU,
+            objective=ObjectiveSettings(),
+            optimizer=OptimizerSettings(),
+        )
+        self.engine.params.load_(random_weights(CONFIG))
+        self.loaded: list[Batch] = []
+        self.said: list[str] = []
+        lengths = np.array([100, 200, 110, 210, 220, 90, 230])
+        self.batches = BatchPlan(lengths, BUCKETS, seed=0).epoch(0)
+
+    def load(self, batch: Batch) -> None:
+        self.loaded.append(batch)
+        rows = [random_sample(CONFIG, row[0].stop, row[0].sample_id) for row in batch.rows]
+        for name, tensor in make_batch(CONFIG, batch.bucket, rows).items():
+            self.inputs[batch.bucket][name].copy_(tensor)
+
+    def verify(self, policy: str = "always", known: Record | None = None) -> dict[Bucket, Verified]:
+        return verify_buckets(
+            self.engine, self.batches, self.load, policy=policy, fingerprints=PRINTS, known=known, say=self.said.append
+        )
+
+
+@pytest.fixture
+def case(monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
+    torch.set_num_threads(1)
+    yield Case(monkeypatch)
+
+
+def record(*buckets: Bucket, **fields: Any) -> Record:
+    verified = {"verified": EQUAL, **fields}
+    return Record(1, tuple(BucketRecord(b.name, PRINTS[b], "replayed", (), **verified) for b in buckets))
+
+
+def test_every_bucket_is_compared_on_its_first_batch(case: Case) -> None:
+    found = case.verify()
+    assert {bucket: verified.how for bucket, verified in found.items()} == dict.fromkeys(BUCKETS, EQUAL)
+    firsts = [next(b for b in case.batches if b.bucket == bucket) for bucket in BUCKETS]
+    assert sorted(case.loaded, key=lambda b: b.bucket) == firsts
+    assert len(case.graphs.replayed) == 4, "the graph that begins a step's sums and the one that adds, of both buckets"
+    assert case.said == []
+    assert not case.engine.metrics.sums.any()
+
+
+def test_the_policies(case: Case) -> None:
+    assert {verified.how for verified in case.verify("never").values()} == {""}
+    assert case.loaded == []
+    found = case.verify("changed", record(BUCKETS[0]))
+    assert {verified.how for verified in found.values()} == {EQUAL}
+    assert {batch.bucket for batch in case.loaded} == {BUCKETS[1]}
+    case.loaded.clear()
+    case.verify("changed", record(*BUCKETS, verified=""))
+    assert {batch.bucket for batch in case.loaded} == set(BUCKETS), "known, but not as verified"
+    case.loaded.clear()
+    case.verify("always", record(*BUCKETS))
+    assert {batch.bucket for batch in case.loaded} == set(BUCKETS)
+    case.loaded.clear()
+    case.verify("changed", None)
+    assert {batch.bucket for batch in case.loaded} == set(BUCKETS)
+
+
+def test_a_mismatch_names_the_bucket_and_the_worst_tensor(case: Case) -> None:
+    def spoil(name: str) -> None:
+        if name == f"add {BUCKETS[1].name}":
+            case.engine.gradients()["layers.0.mlp.down_proj.weight"][3, 4] += 1.0
+
+    case.graphs.broken = spoil
+    with pytest.raises(
+        CaptureError, match=r"bucket 4x256x32: the replay differs .* in layers\.0\.mlp\.down_proj\.weight by"
+    ):
+        case.verify()
+
+
+def test_a_wrong_loss_is_seen(case: Case) -> None:
+    case.graphs.broken = lambda name: case.engine.metrics.sums[0].add_(1.0)
+    with pytest.raises(CaptureError, match="differs from the eager step in (loss|metrics) by"):
+        case.verify()
+
+
+def test_kernels_that_are_not_deterministic_are_judged_by_their_own_noise(case: Case) -> None:
+    step, calls = f"train {BUCKETS[0].name}", []
+    original = case.graphs.steps[step]
+
+    def noisy() -> None:
+        original()
+        calls.append(1)
+        case.engine.gradients()["norm.weight"].mul_(1 + 1e-6 * (len(calls) % 3))
+
+    case.graphs.steps[step] = noisy
+    found = case.verify()
+    assert "two eager steps" in found[BUCKETS[0]].how
+    assert found[BUCKETS[1]].how == EQUAL
+    assert case.said == [f"bucket {BUCKETS[0].name}: replay and eager step compared: {found[BUCKETS[0]].how}"]
+    case.graphs.broken = lambda name: case.engine.gradients()["norm.weight"].mul_(1.001)
+    with pytest.raises(CaptureError, match=r"norm\.weight"):
+        case.verify()
+
+
+def test_an_eager_step_that_does_not_fit_recomputes_its_layers(case: Case) -> None:
+    case.graphs.fits = lambda name: case.engine.drafter.recompute == "layer"
+    found = case.verify()
+    assert {v.how for v in found.values()} == {
+        f"{EQUAL}, the eager step with its layers recomputed to fit beside the pool"
+    }
+    assert case.engine.drafter.recompute == "none", "and the run goes on as it was set"
+    assert len(case.said) == 2
+
+
+def test_else_it_has_fewer_rows(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    case.graphs.fits = lambda name: False
+    tried = []
+    compare = case.engine.verify_rows
+
+    def few(bucket: Bucket, rows: int) -> Any:
+        tried.append(rows)
+        if rows == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return compare(bucket, rows)
+
+    monkeypatch.setattr(case.engine, "verify_rows", few)
+    case.batches = [batch for batch in case.batches if batch.bucket == BUCKETS[1]]
+    found = case.verify()
+    assert tried == [2, 1]
+    assert "1 of 4 rows, more do not fit beside the pool" in found[BUCKETS[1]].how
+    assert found[BUCKETS[0]].how == ""
+    assert case.said[-1] == f"bucket {BUCKETS[0].name}: not verified, the data have no batch of it"
+
+    case.graphs.broken = lambda name: case.engine.gradients()["fc.weight"].mul_(1.5)
+    with pytest.raises(CaptureError, match=r"bucket 4x256x32: .* in fc\.weight"):
+        case.verify()
+
+
+def test_one_row_that_does_not_fit_is_not_called_verified(case: Case) -> None:
+    case.graphs.fits = lambda name: False
+    case.batches = [batch for batch in case.batches if batch.bucket == BUCKETS[0]]
+    assert case.verify()[BUCKETS[0]].how == "not verified: the eager step of one row does not fit beside the pool"
+
+
+def test_rows_that_are_left_out_are_empty_in_the_replay(case: Case) -> None:
+    batch = next(batch for batch in case.batches if batch.bucket == BUCKETS[1])
+    case.load(batch)
+    difference = case.engine.verify_rows(BUCKETS[1], 2)
+    assert difference is None or difference.relative < 1e-4
+    seen: Tensor = case.inputs[BUCKETS[1]]["row_lengths"]
+    assert seen.tolist()[2:] == [0, 0] and all(seen[:2] > 0)
+
+
+def test_without_a_gpu_there_is_nothing_to_compare(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(case.graphs, "how", "called", raising=False)
+    assert {verified.how for verified in case.verify().values()} == {CALLED}
+    assert case.loaded == []
