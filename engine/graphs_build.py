@@ -32,6 +32,8 @@ from engine.graphs_ready import make_ready
 from engine.graphs_record import bucket_figures, print_record
 from engine.held_out import HeldOut, open_held_out
 from engine.laps import Laps
+from engine.memory_budget import GIB, budget_for
+from engine.memory_report import check_plan, memory_figures, print_memory
 from engine.reports import make_console
 from engine.settings import Settings
 from graphs.measure import StepCost, step_cost
@@ -49,11 +51,12 @@ def build_graphs(settings: Settings) -> dict[str, Any]:
         config = drafter_config(settings, data.info)
         pipeline = pipeline_options(settings, data, device, precision)
         held_out, target = open_held_out(settings, data), frozen_target(settings, data)
-        weights = initial_weights(settings, config)
         buckets = make_plan(settings, data, config, device).buckets
         plan = make_batch_plan(settings, data, buckets)
+        memory = check_plan(settings, data, config, buckets, device, budget_for(settings, device))
         fingerprints = bucket_fingerprints(settings, config, data.info, buckets, device, precision)
         laps.end("plan")
+        weights = initial_weights(settings, config)
         inputs = parts.enter_context(InputPipeline(data, buckets, **pipeline))
         eval_inputs = None
         if held_out is not None:
@@ -81,6 +84,7 @@ def build_graphs(settings: Settings) -> dict[str, Any]:
             fingerprints=fingerprints,
             laps=laps,
             say=lambda text: errors.print(text, markup=False, soft_wrap=True),
+            estimates_mib=memory.grown_mib(),
         )
         times = _measure(engine, plan.epoch(0), inputs)
         laps.end("measure")
@@ -88,6 +92,12 @@ def build_graphs(settings: Settings) -> dict[str, Any]:
     record = replace(record, buckets=timed, phases_s=tuple(laps.seconds.items()))
     path = write_record(Path(settings.run.output), record)
     print_record(record, console)
+    print_memory(memory, console)
+    if record.reserved_mib is not None:
+        found, expected = record.reserved_mib / 1024, memory.reserved / GIB
+        console.print(
+            f"torch holds {found:.2f} GiB, {expected:.2f} estimated ({expected / found - 1:+.1%})", soft_wrap=True
+        )
     console.print(f"{path}; the graphs themselves end with this process", markup=False, soft_wrap=True)
     return {
         "record": str(path),
@@ -95,6 +105,7 @@ def build_graphs(settings: Settings) -> dict[str, Any]:
         "phases_s": dict(record.phases_s),
         "kernels_compiled": record.kernels_compiled,
         "reserved_mib": record.reserved_mib,
+        "estimate": memory_figures(memory),
         "buckets": [bucket_figures(bucket) for bucket in record.buckets],
     }
 

@@ -13,6 +13,8 @@ from engine.assemble import drafter_config, make_batch_plan, make_plan, planned_
 from engine.bucketing import context_seen
 from engine.data_source import open_training_data
 from engine.left_out import named_lengths
+from engine.memory_budget import GIB, budget_for
+from engine.memory_report import check_plan, estimate_plan, memory_figures, print_memory
 from engine.mixture_report import print_sources, source_rows
 from engine.reports import make_console, print_table
 from engine.settings import Settings
@@ -22,10 +24,12 @@ from engine.work import step_flop
 def show_plan(data: Path | Sequence[str | Path], settings: Settings) -> dict[str, Any]:
     """Prints the plan for the dataset, or for several as a mixture, and returns it: a row a bucket, of an epoch the padding, the
     blocks without an anchor and the work, and the samples that are too long; of a mixture a row a source. Counts of packed
-    rows, and of a mixture with fractional weights, are the first epoch's."""
+    rows, and of a mixture with fractional weights, are the first epoch's. Then what training would hold of a CUDA device;
+    raises SettingsError when that is more than run.memory_budget_gib."""
     dataset = open_training_data(data, settings)
     config = drafter_config(settings, dataset.info)
-    plan = make_plan(settings, dataset, config, resolve_device(settings.run.device))
+    device = resolve_device(settings.run.device)
+    plan = make_plan(settings, dataset, config, device)
     batch_plan = make_batch_plan(settings, dataset, plan.buckets)
     seen = context_seen(settings, *planned_counts(dataset), config)
     rows = [
@@ -79,6 +83,15 @@ def show_plan(data: Path | Sequence[str | Path], settings: Settings) -> dict[str
         f"{packing}; idle blocks of an epoch: {plan.idle_fraction:.1%}; work of an epoch: {pflop:.4g} PFLOP",
         soft_wrap=True,
     )
+    memory = estimate_plan(settings, dataset, config, plan.buckets)
+    print_memory(memory, console)
+    budget = budget_for(settings, device)
+    if settings.run.memory_budget_gib:
+        check_plan(settings, dataset, config, plan.buckets, device, budget)
+    elif budget is not None and memory.total > budget.nbytes:
+        console.print(
+            f"more than the {budget.nbytes / GIB:.1f} GiB that are free now: training would refuse", soft_wrap=True
+        )
     return {
         "buckets": rows,
         "packing": settings.buckets.packing,
@@ -86,5 +99,6 @@ def show_plan(data: Path | Sequence[str | Path], settings: Settings) -> dict[str
         "idle_blocks": plan.idle_fraction,
         "epoch_pflop": pflop,
         "too_long": too_long,
+        "memory": memory_figures(memory),
         **({"sources": sources} if sources else {}),
     }

@@ -36,6 +36,8 @@ from engine.held_out import HeldOut, open_held_out
 from engine.interrupts import Interrupts
 from engine.laps import Laps
 from engine.left_out import named_lengths, named_samples, spoken_lengths, spoken_samples, write_left_out
+from engine.memory_budget import budget_for
+from engine.memory_report import check_plan
 from engine.mixture_report import print_sources, source_rows
 from engine.optimizer import Schedule
 from engine.reports import BucketCount, MetricsLog, bucket_rows, make_console, print_bucket_table, write_buffers
@@ -203,14 +205,15 @@ class TrainingRun:
         held_out = open_held_out(settings, data)
         target = frozen_target(settings, data)
         self.laps.end("data")
-        weights = initial_weights(settings, config)
-        self.laps.end("weights")
         buckets = make_plan(settings, data, config, device).buckets
         self.batch_plan = make_batch_plan(settings, data, buckets)
         self._too_long = named_lengths(data, self.batch_plan.too_long)
         self._sources = source_rows(data, self.batch_plan) if isinstance(data, Mixture) else []
+        self.memory = check_plan(settings, data, config, buckets, device, budget_for(settings, device))
         self.fingerprints = bucket_fingerprints(settings, config, data.info, buckets, device, precision)
         self.laps.end("plan")
+        weights = initial_weights(settings, config)
+        self.laps.end("weights")
         self.inputs = parts.enter_context(InputPipeline(data, buckets, **pipeline))
         self.held_out = None
         if held_out is not None:
@@ -285,6 +288,7 @@ class TrainingRun:
             fingerprints=self.fingerprints,
             laps=self.laps,
             say=self._say,
+            estimates_mib=self.memory.grown_mib(),
         )
 
     def _say_plan(self) -> None:

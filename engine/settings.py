@@ -290,6 +290,12 @@ class RunSettings:
         "compare every bucket's replay with the eager step on a real batch before the first step; changed: only the buckets that "
         "graphs.json in run.output does not know as verified under the same fingerprint (docs/graphs.md)",
     )
+    memory_budget_gib: float = setting(
+        0.0,
+        "most GiB of device memory to plan for; 0 means what the device has free; a plan that is estimated to need more is "
+        "refused before anything is allocated",
+        low=0.0,
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
