@@ -25,6 +25,7 @@ from engine.assemble import (
     resolve_device,
     resolve_precision,
 )
+from engine.compile_cache import use_compile_cache
 from engine.data_source import open_training_data
 from engine.engine import Engine
 from engine.fingerprints import bucket_fingerprints
@@ -44,9 +45,14 @@ def build_graphs(settings: Settings) -> dict[str, Any]:
     """Prints the report and returns its figures. Raises CaptureError when a bucket cannot be captured or its replay is not the
     eager step, and as training does for settings and data that do not go together."""
     console, errors, laps = make_console(), make_console(stderr=True), Laps()
+
+    def say(text: str) -> None:
+        errors.print(text, markup=False, soft_wrap=True)
+
     with ExitStack() as parts:
         device = resolve_device(settings.run.device)
         precision = resolve_precision(settings.run.precision, device)
+        use_compile_cache(settings, device, say)
         data = open_training_data(settings.data.folders, settings)
         config = drafter_config(settings, data.info)
         pipeline = pipeline_options(settings, data, device, precision)
@@ -83,7 +89,7 @@ def build_graphs(settings: Settings) -> dict[str, Any]:
             settings=settings,
             fingerprints=fingerprints,
             laps=laps,
-            say=lambda text: errors.print(text, markup=False, soft_wrap=True),
+            say=say,
             estimates_mib=memory.grown_mib(),
         )
         times = _measure(engine, plan.epoch(0), inputs)

@@ -27,6 +27,7 @@ from engine.assemble import (
     resolve_precision,
 )
 from engine.checkpoint import check_config, load_checkpoint, save_checkpoint, save_drafter
+from engine.compile_cache import use_compile_cache
 from engine.data_feed import Progress, beginning, carried_over, count_steps, training_steps
 from engine.data_source import open_training_data
 from engine.engine import Engine
@@ -72,7 +73,7 @@ class TrainingRun:
         self._interrupts = Interrupts(self._say)
         self._counters = Counters.read(self.engine.device)
         self.laps.end("rest")
-        self._say(f"ready after {self.laps}")
+        self._say(f"ready after {self.laps}; kernels compiled anew: {self.graphs.kernels_compiled}")
 
     def steps(self) -> Iterator[tuple[Batch, ...]]:
         """The batches of each step that is left; the loader runs ahead over the same ones."""
@@ -199,6 +200,7 @@ class TrainingRun:
         settings = self.settings
         device = resolve_device(settings.run.device)
         precision = resolve_precision(settings.run.precision, device)
+        use_compile_cache(settings, device, self._say)
         data = self.data = open_training_data(settings.data.folders, settings)
         config = drafter_config(settings, data.info)
         pipeline = pipeline_options(settings, data, device, precision)
@@ -280,7 +282,7 @@ class TrainingRun:
     def _build_graphs(self) -> None:
         """Compiled, captured, and compared with the eager steps on the first real batch of each bucket."""
         epochs = range(self.settings.run.epochs)
-        make_ready(
+        self.graphs = make_ready(
             self.engine,
             chain.from_iterable(map(self.batch_plan.epoch, epochs)),
             self.inputs.load,

@@ -296,6 +296,11 @@ class RunSettings:
         "refused before anything is allocated",
         low=0.0,
     )
+    cache: str = setting(
+        "",
+        "folder for compiled kernels, one inside it for every version of torch, Triton, driver and GPU; empty means "
+        "~/.cache/dflash-engine",
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
