@@ -1,21 +1,25 @@
-"""The engine: a drafter, its frozen target head, its buckets' inputs and the captured steps over them.
+"""The engine: a drafter, its frozen target head, and generation after generation of captured steps over them.
 
 Three kinds of step: `train <bucket>` (forward and backward of one micro-batch), `eval <bucket>` (forward only) and `update`.
-All of them read and write fixed memory only, so they are captured once and replayed; on the CPU they are called.
+All of them read and write fixed memory only, so they are captured once and replayed; on the CPU they are called. Parameters,
+moments, device scalars and metrics live as long as the engine; buckets, inputs, tables and graphs as long as their generation
+(generation.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from buffers.shapes import Bucket
 from engine.drafter_config import DrafterConfig
-from engine.kernels import select_ops
+from engine.generation import Generation, GenerationOptions, Inputs, Lasting, assemble
+from engine.kernels import Ops, select_ops
 from engine.metrics import Metrics
 from engine.model import Drafter, Recompute
 from engine.objective import Objective, TargetHead
@@ -23,11 +27,12 @@ from engine.optimizer import AdamW
 from engine.params import ParamArena
 from engine.precision import check_fp8_sizes, compute_dtype
 from engine.settings import ObjectiveSettings, OptimizerSettings
-from engine.step import StepParts, forward_backward, forward_only
-from graphs.executor import BuildReport, make_executor
+from engine.step import StepParts, forward_backward
+from graphs.compile_ban import compilation_allowed
+from graphs.executor import BuildReport, Executor, make_executor
+from graphs.generation import Order, hand_over
 from graphs.parity import Difference, worst_difference
-
-Inputs = Callable[[Bucket], Mapping[str, Tensor]]
+from graphs.steps import OnFailure
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,11 @@ class Engine:
         recompute: Recompute = "none",
         eval_inputs: Inputs | None = None,
         training: bool = True,
+        on_capture_failure: OnFailure = "stop",
     ) -> None:
         """optimizer None: forward and backward only, no masters and moments. precision: bf16 | fp32 | fp8, of which evaluation
-        knows the first two: fp8 is evaluated in bf16, as it is used. eval_inputs: static inputs of the held-out data over the
-        same buckets, where there is any. training False: evaluation steps only. Raises ValueError where fp8 cannot be."""
+        knows the first two: fp8 is evaluated in bf16, as it is used. The rest is GenerationOptions' for the first generation.
+        Raises ValueError where fp8 cannot be."""
         if precision == "fp8":
             check_fp8_sizes(config)
         dtype = compute_dtype(precision)
@@ -76,9 +82,8 @@ class Engine:
             if dtype == torch.bfloat16 and (optimizer is None or optimizer.grad_dtype == "bf16")
             else torch.float32
         )
+        ops = select_ops(device, attention, precision)
         self.config, self.device, self.precision = config, device, precision
-        self.buckets = tuple(sorted(buckets, key=lambda bucket: bucket.tokens))
-        self.ops = select_ops(device, attention, precision)
         self.params = ParamArena(config, device, dtype=dtype, grad_dtype=grad_dtype, trainable=optimizer is not None)
         self.embed_tokens = target.embed_tokens.to(device, dtype)
         same = target.lm_head.data_ptr() == target.embed_tokens.data_ptr()
@@ -87,68 +92,124 @@ class Engine:
             None if target.last_hidden_norm == "post" else target.norm.to(device, dtype),
             target.norm_eps,
         )
-        self.objective = _objective(objective, config.block_size, device)
         self.metrics, self.eval_metrics = Metrics(config.block_size, device), Metrics(config.block_size, device)
-        longest = max(bucket.S for bucket in self.buckets)
-        self.drafter = Drafter(
-            config,
-            self.params,
-            self.embed_tokens,
-            self.ops,
-            max_positions=longest + config.block_size,
-            recompute=recompute,
-        )
-        self.parts = StepParts(self.drafter, self.head, self.objective, self.ops, self.metrics, chunk_rows)
-        # What is trained is used in bf16, so that is how it is evaluated.
-        evaluated = self.parts
-        if precision == "fp8":
-            ops = select_ops(device, attention)
-            drafter = Drafter(config, self.params, self.embed_tokens, ops, max_positions=longest + config.block_size)
-            evaluated = replace(self.parts, drafter=drafter, ops=ops)
         self.optimizer: AdamW | None = None
         if optimizer is not None:
-            o = optimizer
-            self.optimizer = AdamW(
-                self.params,
-                self.ops,
-                beta1=o.beta1,
-                beta2=o.beta2,
-                eps=o.eps,
-                weight_decay=o.weight_decay,
-                clip_norm=o.clip_norm,
-            )
+            self.optimizer = AdamW(self.params, ops, optimizer)
         self._denominator = (
             self.optimizer.denominator if self.optimizer else torch.zeros((), dtype=torch.float64, device=device)
         )
         self._first = True
-        self.executor = make_executor(device)
-        self._all_inputs = [provide for provide in (inputs, eval_inputs) if provide is not None]
-        if training:
-            for bucket in reversed(self.buckets):
-                step = partial(forward_backward, self.parts, inputs(bucket), self._denominator)
-                # Two graphs a bucket: for the first micro-batch of an optimizer step, and for those that add to it.
-                self.executor.add(f"train {bucket.name}", partial(step, first=True))
-                self.executor.add(f"add {bucket.name}", step)
-        if eval_inputs is not None:
-            for bucket in reversed(self.buckets):
-                forward = partial(forward_only, evaluated, eval_inputs(bucket), self.eval_metrics)
-                self.executor.add(f"eval {bucket.name}", forward)
-        if self.optimizer is not None:
-            self.executor.add("update", self.optimizer.update)
+        self._scalars = {
+            name: torch.zeros((), dtype=torch.float32, device=device) for name in ("ce_weight", "kl_weight", "gamma")
+        }
+        self.write_objective(objective)
+        self._coming: Generation | None = None
+        self._current = self._assemble(
+            GenerationOptions(
+                _ascending(buckets),
+                inputs,
+                objective,
+                attention,
+                chunk_rows,
+                recompute,
+                eval_inputs,
+                training,
+                on_capture_failure,
+            ),
+            make_executor(device),
+            number=1,
+        )
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation that steps are taken with, from 1 on; it counts the buffers' generations too."""
+        return self._current.number
+
+    @property
+    def options(self) -> GenerationOptions:
+        """What the current generation was made from."""
+        return self._current.options
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The current generation's buckets, ascending in tokens."""
+        return self._current.options.buckets
+
+    @property
+    def executor(self) -> Executor:
+        """The current generation's steps."""
+        return self._current.executor
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter of the current generation's training steps."""
+        return self._current.drafter
+
+    @property
+    def parts(self) -> StepParts:
+        """What the current generation's training steps touch."""
+        return self._current.parts
+
+    @property
+    def ops(self) -> Ops:
+        """The current generation's operations."""
+        return self._current.ops
+
+    @property
+    def objective(self) -> Objective:
+        """The current generation's loss, with the device values that all generations share."""
+        return self._current.parts.objective
 
     def build(self) -> list[BuildReport]:
-        """Compiles and captures everything, on inputs without content; parameters and optimizer state stay as they are."""
-        for provide in self._all_inputs:
-            for bucket in self.buckets:
-                for tensor in provide(bucket).values():
-                    # Rows of length 0, no block kept: every number finite, every weight 0, and the update skips itself.
-                    tensor.zero_()
-        reports = self.executor.build()
-        self.zero_()
-        if self.optimizer is not None:
-            self.optimizer.skipped.zero_()
-        self.executor.times.clear()
+        """Compiles and captures everything, on inputs without content; parameters, optimizer state, counters and metrics stay
+        as they are."""
+        return self._build(self._current)
+
+    def regenerate(
+        self, *, order: Order = "beside", check: Callable[[], object] | None = None, **changes: Any
+    ) -> list[BuildReport]:
+        """Between two optimizer steps: makes a new generation with `changes` to the current `options`, takes its steps from
+        here on and closes the old one. Parameters, moments, device scalars and metrics stay, at their addresses; a step of the
+        new generation must have inputs of its own. check: called with the new generation in place, before the old one is gone.
+
+        order: "beside" | "after" (graphs/generation.py). Raises whatever building or check raised, with the old generation in
+        place and fit to run.
+        """
+        assert self._first, "a generation ends between two optimizer steps"
+        if "buckets" in changes:
+            changes["buckets"] = _ascending(changes["buckets"])
+        old, reports = self._current, []
+        options = replace(old.options, **changes)
+        new = self._coming = self._assemble(options, old.executor.successor(), number=old.number + 1)
+
+        def make() -> None:
+            reports.extend(self._build(new))
+            self._current = new
+            if check is not None:
+                with self._untouched():
+                    check()
+
+        try:
+            with compilation_allowed():
+                hand_over(old.executor, new.executor, order=order, make=make, remake=lambda: self._build(old))
+        except Exception:
+            self._current = old
+            raise
+        finally:
+            self._coming = None
+        self.write_objective(options.objective)
         return reports
+
+    def attach(self) -> None:
+        """From here on the calling thread takes the engine's steps: its current device and stream become the engine's."""
+        self.executor.attach()
+
+    def write_objective(self, settings: ObjectiveSettings) -> None:
+        """ce_weight, kl_weight and gamma, on the stream: steps queued from here on read them, captured or not."""
+        self._scalars["ce_weight"].fill_(settings.ce_weight)
+        self._scalars["kl_weight"].fill_(settings.kl_weight)
+        self._scalars["gamma"].fill_(settings.gamma_for(self.config.block_size))
 
     def micro_step(self, bucket: Bucket) -> None:
         """Forward and backward of what the bucket's inputs hold; gradients and metrics are added up, the gradients from the
@@ -179,26 +240,6 @@ class Engine:
         """The gradient sums by parameter name; views of the arena, begun anew after the next update."""
         return dict(self.params.named(self.params.grad))
 
-    def named_buffers(self) -> list[tuple[str, dict[str, Tensor]]]:
-        """The memory that lives as long as the engine, for buffers.arena.arena_table; the inputs are their owner's."""
-        p = self.params
-        flat = {"weight": p.weight, "grad": p.grad}
-        if p.master is not None:
-            flat |= {"master": p.master, "exp_avg": p.exp_avg, "exp_avg_sq": p.exp_avg_sq}
-        target = {"embed_tokens": self.embed_tokens, "lm_head": self.head.weight}
-        tables = {"rope cos": self.drafter.cos_PE, "rope sin": self.drafter.sin_PE}
-        sums = {
-            f"{name} {part}": tensor
-            for name, metrics in (("training", self.metrics), ("held-out", self.eval_metrics))
-            for part, tensor in (("sums", metrics.sums), ("slots", metrics.slots))
-        }
-        sums["held-out blocks by accepted drafts"] = self.eval_metrics.blocks_by_accepted
-        scalars = {name: getattr(self.objective, name) for name in ("ce_weight", "kl_weight", "gamma")}
-        if self.optimizer is not None:
-            scalars |= self.optimizer.scalars()
-        arenas = {"parameters": flat, "target": target, "tables": tables, "metrics": sums, "scalars": scalars}
-        return list(arenas.items())
-
     def verify(self, bucket: Bucket) -> Difference | None:
         """Replays the bucket's two steps, the first of an update and one that adds, on what its inputs hold and compares with
         the eager twins: every gradient, the steps' weight and all metrics. None when bit-equal. Forgets gradients and metrics."""
@@ -211,7 +252,7 @@ class Engine:
     def verify_rows(self, bucket: Bucket, rows: int) -> Difference | None:
         """As verify, of gradients and loss, with an eager step that has the first `rows` rows alone. The replay's others are
         emptied in the inputs: the same sums, added up in another order."""
-        inputs = self._all_inputs[0](bucket)
+        inputs = self.options.inputs(bucket)
         for tensor in inputs.values():
             tensor[rows:].zero_()
         few = {name: tensor[:rows] for name, tensor in inputs.items()}
@@ -223,7 +264,53 @@ class Engine:
 
     def close(self) -> None:
         """Frees all graphs; the engine takes no step after it."""
+        if self._coming is not None:
+            self._coming.executor.close()
         self.executor.close()
+
+    def _assemble(self, options: GenerationOptions, executor: Executor, number: int) -> Generation:
+        lasting = Lasting(
+            self.config,
+            self.device,
+            self.precision,
+            self.params,
+            self.embed_tokens,
+            self.head,
+            self.metrics,
+            self.eval_metrics,
+            self.optimizer,
+            self._denominator,
+            self._scalars,
+        )
+        return assemble(lasting, options, executor, number)
+
+    def _build(self, generation: Generation) -> list[BuildReport]:
+        options = generation.options
+        with self._untouched():
+            provided = [provide for provide in (options.inputs, options.eval_inputs) if provide is not None]
+            for provide in provided:
+                for bucket in options.buckets:
+                    for tensor in provide(bucket).values():
+                        # Rows of length 0, no block kept: every number finite, every weight 0, the update skips itself.
+                        tensor.zero_()
+            self._denominator.zero_()
+            reports = generation.executor.build()
+        generation.executor.times.clear()
+        return reports
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Whatever steps without weight change inside is put back: metrics and the update's counters. Gradients are forgotten."""
+        metrics = [tensor for m in (self.metrics, self.eval_metrics) for tensor in m.tensors()]
+        scalars = list(self.optimizer.scalars().values()) if self.optimizer is not None else [self._denominator]
+        kept = [(tensor, tensor.clone()) for tensor in metrics + scalars]
+        try:
+            yield
+        finally:
+            for tensor, value in kept:
+                tensor.copy_(value)
+            self.params.grad.zero_()
+            self._first = True
 
     def _difference(
         self, bucket: Bucket, run: Callable[[str], None], twin: Callable[[str], None], *, whole: bool = True
@@ -246,15 +333,5 @@ class Engine:
         return {name: tensor.clone() for name, tensor in (self.gradients() | sums).items()}
 
 
-def _objective(settings: ObjectiveSettings, block_size: int, device: torch.device) -> Objective:
-    def scalar(value: float) -> Tensor:
-        return torch.tensor(value, dtype=torch.float32, device=device)
-
-    return Objective(
-        settings.weighting,
-        settings.kl_weight > 0,
-        settings.dpace_alpha,
-        ce_weight=scalar(settings.ce_weight),
-        kl_weight=scalar(settings.kl_weight),
-        gamma=scalar(settings.gamma_for(block_size)),
-    )
+def _ascending(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    return tuple(sorted(buckets, key=lambda bucket: bucket.tokens))

@@ -23,7 +23,8 @@ from graphs.fingerprint import BUFFERS, Fingerprint, hash_of_files
 
 _LOSS = ("frozen_head", "weigh_rows", "supervision", "block_sums")
 _STEP_MODULES = tuple(
-    f"engine.{name}" for name in ("step", "model", "mask", "metrics", "rope", "params", "optimizer", "engine")
+    f"engine.{name}"
+    for name in ("step", "model", "mask", "metrics", "rope", "params", "optimizer", "generation", "engine")
 )
 _DRIVER = Path("/proc/driver/nvidia/version")
 

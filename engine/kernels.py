@@ -162,3 +162,11 @@ def select_ops(device: torch.device, attention: str = "auto", precision: str = "
             )
         return reference_ops()
     return fused_ops("triton" if attention == "auto" else attention, precision)
+
+
+def reserve_compilations(ops: Ops, shapes: int) -> None:
+    """Makes room for so many more shapes where an operation is compiled for each."""
+    if ops.name == "flex":
+        from engine.ops import attention_flex
+
+        attention_flex.reserve_compilations(shapes)

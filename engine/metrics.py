@@ -37,11 +37,14 @@ class Metrics:
         if sums.blocks_by_accepted is not None:
             self.blocks_by_accepted += torch.where(finite, sums.blocks_by_accepted, 0.0)
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All counters; views."""
+        return self.sums, self.slots, self.blocks_by_accepted
+
     def zero_(self) -> None:
         """Back to nothing seen."""
-        self.sums.zero_()
-        self.slots.zero_()
-        self.blocks_by_accepted.zero_()
+        for tensor in self.tensors():
+            tensor.zero_()
 
     def snapshot(self, *beside: Tensor) -> MetricsSnapshot:
         """Starts a copy to the host on the current stream, of other 0-D tensors too, and returns at once."""

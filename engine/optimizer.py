@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.kernels import Ops
 from engine.ops.adamw_arenas import SCALARS
 from engine.params import ParamArena
+from engine.settings import OptimizerSettings
 
 
 @dataclass(frozen=True)
@@ -37,29 +38,25 @@ class Schedule:
 class AdamW:
     """Owns the update's device scalars. `denominator` is the step's summed loss weight, added to by the micro-batches."""
 
-    def __init__(
-        self,
-        params: ParamArena,
-        ops: Ops,
-        *,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        clip_norm: float,
-    ) -> None:
+    def __init__(self, params: ParamArena, ops: Ops, settings: OptimizerSettings) -> None:
         self._arenas, self._ops = params.arenas(), ops
         device = params.grad.device
 
-        def scalar(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
-            return torch.full((), value, dtype=dtype, device=device)
+        def scalar(dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.zeros((), dtype=dtype, device=device)
 
-        self.lr, self.weight_decay, self.clip_norm = scalar(0.0), scalar(weight_decay), scalar(clip_norm)
-        self.beta1, self.beta2, self.eps = scalar(beta1), scalar(beta2), scalar(eps)
-        self.denominator = scalar(0.0)
-        self.step, self.skipped = scalar(0, torch.int64), scalar(0, torch.int64)
-        self.grad_norm = scalar(0.0)
+        self.lr, self.weight_decay, self.clip_norm = scalar(), scalar(), scalar()
+        self.beta1, self.beta2, self.eps = scalar(), scalar(), scalar()
+        self.denominator, self.grad_norm = scalar(), scalar()
+        self.step, self.skipped = scalar(torch.int64), scalar(torch.int64)
         self._scalars = torch.zeros(len(SCALARS), dtype=torch.float32, device=device)
+        self.write(settings)
+
+    def write(self, settings: OptimizerSettings) -> None:
+        """The settings that are device values, on the stream: updates queued from here on read them, captured or not. The
+        schedule's lr is written before each update."""
+        for name in ("weight_decay", "clip_norm", "beta1", "beta2", "eps"):
+            getattr(self, name).fill_(getattr(settings, name))
 
     def update(self) -> None:
         """One step from the gradient sums. Zeroes the denominator. The function that is captured.

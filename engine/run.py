@@ -31,6 +31,7 @@ from engine.compile_cache import use_compile_cache
 from engine.data_feed import Progress, beginning, carried_over, count_steps, training_steps
 from engine.data_source import open_training_data
 from engine.engine import Engine
+from engine.engine_buffers import engine_buffers
 from engine.fingerprints import bucket_fingerprints
 from engine.graphs_ready import make_ready
 from engine.held_out import HeldOut, open_held_out
@@ -260,7 +261,7 @@ class TrainingRun:
         (self.folder / "settings.toml").write_text(self.settings.to_toml())
         held_out = self.held_out.inputs.named_buffers() if self.held_out is not None else []
         held_out = [(f"held-out {name}", tensors) for name, tensors in held_out]
-        write_buffers(self.folder / "buffers.txt", self.inputs.named_buffers() + held_out + self.engine.named_buffers())
+        write_buffers(self.folder / "buffers.txt", self.inputs.named_buffers() + held_out + engine_buffers(self.engine))
         self.metrics_file = MetricsLog(self.folder / "metrics.jsonl", resume_step=self.start.step if resumed else 0)
         parts.callback(self.metrics_file.close)
         self.run_log: RunLog = RunLog(

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,43 +30,52 @@ PAPER_GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
 class ModelSettings:
     """The drafter. What is 0 is taken from the target."""
 
-    num_hidden_layers: int = setting(5, "drafter layers; 5 as in z-lab's Qwen3-8B-DFlash-b16", low=1)
-    block_size: int = setting(16, "K, tokens of a draft block, the anchor's included; 16 as in z-lab's b16", low=2)
-    intermediate_size: int = setting(0, "width of the MLP", low=0)
-    num_attention_heads: int = setting(0, "query heads", low=0)
-    num_key_value_heads: int = setting(0, "key and value heads", low=0)
-    head_dim: int = setting(0, "width of a head", low=0)
-    layer_types: tuple[str, ...] = setting(("full",), "full or sliding: one word for all layers, or one for each layer")
+    num_hidden_layers: int = setting(5, "drafter layers; 5 as in z-lab's Qwen3-8B-DFlash-b16", change="restart", low=1)
+    block_size: int = setting(
+        16, "K, tokens of a draft block, the anchor's included; 16 as in z-lab's b16", change="restart", low=2
+    )
+    intermediate_size: int = setting(0, "width of the MLP", change="restart", low=0)
+    num_attention_heads: int = setting(0, "query heads", change="restart", low=0)
+    num_key_value_heads: int = setting(0, "key and value heads", change="restart", low=0)
+    head_dim: int = setting(0, "width of a head", change="restart", low=0)
+    layer_types: tuple[str, ...] = setting(
+        ("full",), "full or sliding: one word for all layers, or one for each layer", change="restart"
+    )
     sliding_window: int = setting(
-        0, "context and draft tokens that a sliding layer sees; 0 without sliding layers", low=0
+        0, "context and draft tokens that a sliding layer sees; 0 without sliding layers", change="restart", low=0
     )
     causal: Literal["auto", "yes", "no"] = setting(
         "auto",
         "whether a slot sees only the slots up to its own in its block; auto: in sliding layers, not in full ones, as servers "
         "assume; yes and no hold for every layer and are exported as is_causal",
+        change="restart",
     )
     initializer_range: float = setting(
-        0.02, "standard deviation of new weights; 0.02 as in z-lab's config.json", above=0.0
+        0.02, "standard deviation of new weights; 0.02 as in z-lab's config.json", change="restart", above=0.0
     )
     init: str = setting(
         "",
         "folder of a drafter (config.json, model.safetensors; z-lab's or speculators' layout) to start from instead of new "
         "weights; its config.json wins over the sizes given here; `train --init`",
+        change="restart",
     )
     attention: Literal["auto", "triton", "flex", "reference"] = setting(
         "auto",
         "triton: kernels made for this mask; flex: compiled flex_attention; reference: plain torch, small-scale only; auto: "
         "triton on CUDA, reference on the CPU",
+        change="recapture",
     )
     recompute: Literal["none", "mlp", "layer"] = setting(
         "none",
         "what the backward pass forms again instead of keeping it: nothing, the MLP's hidden values, or whole layers; less "
         "memory for more time",
+        change="recapture",
     )
     head_chunk: int = setting(
         2048,
         "rows of logits that exist at a time; with soft labels the target's exist beside them, for all context positions of "
         "a batch if these are fewer than its draft positions",
+        change="recapture",
         low=1,
     )
 
@@ -100,38 +109,52 @@ class DataSettings:
         "dataset folder to train on: ours (dataset.json and its shards), or hidden states of SpecForge, speculators, "
         "Model-Optimizer or DeepSpec, for which target, mask_token_id and mostly target_layer_ids are needed; or a list of "
         "folders, in any of these formats, as a mixture (docs/data.md); --set splits at commas",
+        change="restart",
     )
     weights: tuple[float, ...] = setting(
         (),
         "for each folder of path how often an epoch has its samples: 2 is twice, 0.5 half of them and the other half in the "
         "next epoch; empty is 1 for each",
+        change="restart",
         above=0.0,
         high=1000.0,
     )
-    eval_path: str = setting("", "dataset folder of held-out samples; empty trains without evaluation")
-    target: str = setting("", "folder of the target's checkpoint; empty means the dataset's own target.safetensors")
+    eval_path: str = setting(
+        "", "dataset folder of held-out samples; empty trains without evaluation", change="restart"
+    )
+    target: str = setting(
+        "", "folder of the target's checkpoint; empty means the dataset's own target.safetensors", change="restart"
+    )
     target_layer_ids: tuple[int, ...] = setting(
         (),
         "layers that another trainer's hidden states come from, in their order, counted from 0 (speculators counts from 1); "
         "empty takes what the dataset says",
+        change="restart",
         low=0,
     )
     mask_token_id: int = setting(
-        -1, "mask token for another trainer's hidden states; -1 takes what the dataset says", low=-1
+        -1, "mask token for another trainer's hidden states; -1 takes what the dataset says", change="restart", low=-1
     )
     last_hidden_norm: Literal["auto", "pre", "post", "none"] = setting(
         "auto",
         "another trainer's last hidden states: before or after the target's final norm, or not to be read; auto takes what the "
         "format fixes, which Model-Optimizer's does not",
+        change="restart",
     )
     on_bad_file: Literal["refuse", "skip"] = setting(
-        "refuse", "files of another trainer's dataset that cannot be used: stop and name them, or leave them out"
+        "refuse",
+        "files of another trainer's dataset that cannot be used: stop and name them, or leave them out",
+        change="restart",
     )
     too_long: Literal["skip", "truncate", "split"] = setting(
-        "skip", "samples longer than the largest bucket: leave out, cut off, or cut into pieces; all are listed"
+        "skip",
+        "samples longer than the largest bucket: leave out, cut off, or cut into pieces; all are listed",
+        change="recapture",
     )
     on_nonfinite: Literal["refuse", "skip"] = setting(
-        "refuse", "samples with NaN or infinity in their hidden states: stop and name the sample, or leave it out"
+        "refuse",
+        "samples with NaN or infinity in their hidden states: stop and name the sample, or leave it out",
+        change="live",
     )
 
     def __post_init__(self) -> None:
@@ -156,19 +179,32 @@ class DataSettings:
 class BucketsSettings:
     """The shapes of a step: rows B, context tokens S and draft blocks N of each bucket."""
 
-    max_buckets: int = setting(6, "most buckets that the planner may make; each costs one capture", low=1)
-    token_budget: int = setting(32768, "most B * (S + N * K) of a bucket: context and draft tokens of a step", low=1)
+    max_buckets: int = setting(
+        6, "most buckets that the planner may make; each costs one capture", change="recapture", low=1
+    )
+    token_budget: int = setting(
+        32768, "most B * (S + N * K) of a bucket: context and draft tokens of a step", change="recapture", low=1
+    )
     max_length: int = setting(
-        0, "longest sample to plan for; 0 means the longest of the dataset; packed rows may be longer", low=0
+        0,
+        "longest sample to plan for; 0 means the longest of the dataset; packed rows may be longer",
+        change="recapture",
+        low=0,
     )
-    max_rows: int = setting(64, "most rows B of a bucket", low=1)
+    max_rows: int = setting(64, "most rows B of a bucket", change="recapture", low=1)
     num_anchors: int = setting(
-        512, "most draft blocks of a row; 512 as in SpecForge, TorchSpec, Model-Optimizer and NeMo Automodel", low=1
+        512,
+        "most draft blocks of a row; 512 as in SpecForge, TorchSpec, Model-Optimizer and NeMo Automodel",
+        change="recapture",
+        low=1,
     )
-    lengths: tuple[int, ...] = setting((), "bucket lengths S to use instead of planned ones, ascending", low=1)
+    lengths: tuple[int, ...] = setting(
+        (), "bucket lengths S to use instead of planned ones, ascending", change="recapture", low=1
+    )
     packing: bool = setting(
         False,
         "several documents in a row, each with the blocks it would have alone (docs/packing.md); false: one sample a row",
+        change="recapture",
     )
 
     def __post_init__(self) -> None:
@@ -187,18 +223,27 @@ class ObjectiveSettings:
     """The loss. Its weights and gamma are values on the device: changing them needs no new capture."""
 
     weighting: Literal["decay", "uniform", "dpace"] = setting(
-        "decay", "weights of a block's slots: decay (arXiv 2602.06036), uniform, or dpace (D-PACE, arXiv 2605.18810)"
+        "decay",
+        "weights of a block's slots: decay (arXiv 2602.06036), uniform, or dpace (D-PACE, arXiv 2605.18810)",
+        change="recapture",
     )
     gamma: float = setting(
         0.0,
         "slot k weighs exp(-(k-1) / gamma); 0 takes the paper's 4, 5, 7 for K = 8, 10, 16, linear between them and "
         "constant beyond",
+        change="live",
         low=0.0,
     )
-    dpace_alpha: float = setting(0.5, "smoothing of D-PACE's probabilities; 0.5 by its paper", low=0.0, high=1.0)
-    ce_weight: float = setting(1.0, "weight of the cross entropy with the data's tokens", low=0.0)
+    dpace_alpha: float = setting(
+        0.5, "smoothing of D-PACE's probabilities; 0.5 by its paper", change="recapture", low=0.0, high=1.0
+    )
+    ce_weight: float = setting(1.0, "weight of the cross entropy with the data's tokens", change="live", low=0.0)
     kl_weight: float = setting(
-        0.0, "weight of KL(target || drafter); more than 0 needs last_hidden in the dataset", low=0.0
+        0.0,
+        "weight of KL(target || drafter); more than 0 needs last_hidden in the dataset",
+        change="live",
+        from_zero="recapture",
+        low=0.0,
     )
 
     def __post_init__(self) -> None:
@@ -226,26 +271,42 @@ class OptimizerSettings:
         6e-4,
         "highest learning rate; 6e-4 as in SpecForge's qwen3-8b-dflash-offline recipe (TorchSpec, Model-Optimizer, "
         "NeMo Automodel and DeepSpec use the same)",
+        change="live",
         above=0.0,
     )
     schedule: Literal["cosine", "constant"] = setting(
-        "cosine", "after the warm-up; cosine as in SpecForge, TorchSpec, NeMo Automodel and DeepSpec"
+        "cosine", "after the warm-up; cosine as in SpecForge, TorchSpec, NeMo Automodel and DeepSpec", change="live"
     )
     warmup_ratio: float = setting(
-        0.04, "part of all steps with a rising rate; 0.04 as in SpecForge's recipe", low=0.0, below=1.0
+        0.04, "part of all steps with a rising rate; 0.04 as in SpecForge's recipe", change="live", low=0.0, below=1.0
     )
     min_lr_ratio: float = setting(
-        0.0, "where cosine ends, as a part of lr; NeMo Automodel and TorchSpec end at 0.1", low=0.0, high=1.0
+        0.0,
+        "where cosine ends, as a part of lr; NeMo Automodel and TorchSpec end at 0.1",
+        change="live",
+        low=0.0,
+        high=1.0,
     )
-    beta1: float = setting(0.9, "decay of the first moment; 0.9 as in NeMo Automodel", low=0.0, below=1.0)
-    beta2: float = setting(0.95, "decay of the second moment; 0.95 as in NeMo Automodel", low=0.0, below=1.0)
-    eps: float = setting(1e-8, "added to the root of the second moment; 1e-8 as in torch.optim.AdamW", above=0.0)
-    weight_decay: float = setting(0.0, "decoupled weight decay; 0 as in SpecForge", low=0.0)
+    beta1: float = setting(
+        0.9, "decay of the first moment; 0.9 as in NeMo Automodel", change="live", low=0.0, below=1.0
+    )
+    beta2: float = setting(
+        0.95, "decay of the second moment; 0.95 as in NeMo Automodel", change="live", low=0.0, below=1.0
+    )
+    eps: float = setting(
+        1e-8, "added to the root of the second moment; 1e-8 as in torch.optim.AdamW", change="live", above=0.0
+    )
+    weight_decay: float = setting(0.0, "decoupled weight decay; 0 as in SpecForge", change="live", low=0.0)
     clip_norm: float = setting(
-        1.0, "largest global norm of the gradient; 1.0 as in SpecForge's recipe; 0 does not clip", low=0.0
+        1.0,
+        "largest global norm of the gradient; 1.0 as in SpecForge's recipe; 0 does not clip",
+        change="live",
+        low=0.0,
     )
     grad_dtype: Literal["bf16", "fp32"] = setting(
-        "bf16", "type of the gradient arena; fp32 doubles its memory; always fp32 when precision is fp32"
+        "bf16",
+        "type of the gradient arena; fp32 doubles its memory; always fp32 when precision is fp32",
+        change="restart",
     )
 
     def __post_init__(self) -> None:
@@ -256,50 +317,74 @@ class OptimizerSettings:
 class RunSettings:
     """Where the run goes, how long it is, and what it writes."""
 
-    output: str = setting("runs/drafter", "folder of the run: checkpoints, metrics.jsonl, settings")
-    epochs: int = setting(6, "passes over the data; 6 as in SpecForge's run_qwen3_8b_dflash_online.sh", low=1)
-    max_steps: int = setting(0, "optimizer steps to stop at, if earlier than the epochs' end; 0 means no limit", low=0)
-    accumulation: int = setting(1, "batches of an optimizer step; they may be of different buckets", low=1)
-    seed: int = setting(0, "seed of new weights, of the order of samples and of the anchors", low=0)
+    output: str = setting("runs/drafter", "folder of the run: checkpoints, metrics.jsonl, settings", change="restart")
+    epochs: int = setting(
+        6, "passes over the data; 6 as in SpecForge's run_qwen3_8b_dflash_online.sh", change="live", low=1
+    )
+    max_steps: int = setting(
+        0, "optimizer steps to stop at, if earlier than the epochs' end; 0 means no limit", change="live", low=0
+    )
+    accumulation: int = setting(
+        1, "batches of an optimizer step; they may be of different buckets", change="live", low=1
+    )
+    seed: int = setting(0, "seed of new weights, of the order of samples and of the anchors", change="restart", low=0)
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "auto: CUDA if there is a device; cuda: refuse without one"
+        "auto", "auto: CUDA if there is a device; cuda: refuse without one", change="restart"
     )
     precision: Literal["auto", "bf16", "fp32", "fp8"] = setting(
         "auto",
         "of the step's arithmetic; auto: bf16 on CUDA, fp32 on the CPU; fp8: bf16, but e4m3 in the matmuls of the MLP and the "
         "draft stream's q, k, v, o (compute capability 8.9 or newer); evaluation stays bf16, as inference is",
+        change="restart",
     )
-    log_every: int = setting(10, "steps between two lines of metrics", low=1)
+    log_every: int = setting(10, "steps between two lines of metrics", change="live", low=1)
     eval_every: int = setting(
-        200, "steps between two evaluations on data.eval_path; 0 evaluates at the end only", low=0
+        200, "steps between two evaluations on data.eval_path; 0 evaluates at the end only", change="live", low=0
     )
-    eval_batches: int = setting(0, "most batches of an evaluation; 0 means all", low=0)
+    eval_batches: int = setting(0, "most batches of an evaluation; 0 means all", change="live", low=0)
     save_every: int = setting(
-        500, "steps between two checkpoints; the last step always has one; 0 means only that", low=0
+        500, "steps between two checkpoints; the last step always has one; 0 means only that", change="live", low=0
     )
     switch_interval_ms: float = setting(
         0.1,
         "longest turn of a busy Python thread while another one waits, during training; 0 leaves Python's own 5 ms, with which "
         "busy threads starve the loader",
+        change="live",
         low=0.0,
         high=1000.0,
     )
-    keep: int = setting(2, "latest checkpoints to keep; the best by evaluation is kept beside them", low=1)
+    regenerate: Literal["beside", "after"] = setting(
+        "beside",
+        "a new generation of graphs is captured beside: while the old one stands, which takes the memory of both; after: when "
+        "the old one is freed, which is captured again if the new one fails",
+        change="live",
+    )
+    on_capture_failure: Literal["stop", "eager"] = setting(
+        "stop",
+        "a bucket whose step cannot be captured: stop and name the line; eager: call its step, and say so in every report",
+        change="live",
+    )
+    keep: int = setting(
+        2, "latest checkpoints to keep; the best by evaluation is kept beside them", change="live", low=1
+    )
     verify: Literal["always", "changed", "never"] = setting(
         "always",
         "compare every bucket's replay with the eager step on a real batch before the first step; changed: only the buckets that "
         "graphs.json in run.output does not know as verified under the same fingerprint (docs/graphs.md)",
+        change="live",
     )
     memory_budget_gib: float = setting(
         0.0,
         "most GiB of device memory to plan for; 0 means what the device has free; a plan that is estimated to need more is "
         "refused before anything is allocated",
+        change="live",
         low=0.0,
     )
     cache: str = setting(
         "",
         "folder for compiled kernels, one inside it for every version of torch, Triton, driver and GPU; empty means "
         "~/.cache/dflash-engine",
+        change="restart",
     )
 
     def __post_init__(self) -> None:
@@ -411,17 +496,28 @@ def settings_table() -> str:
         "`dflash-engine train run.toml --set optimizer.lr=3e-4 --set buckets.lengths=512,2048` reads a TOML file",
         "with the sections below, then single changes. What is left out has its default. An unknown name or a value",
         "out of range is refused before anything starts.",
+        "",
+        "The last column says what a change asks of a run that goes on ([reconfigure.md](reconfigure.md)): live - a value is",
+        "written; recapture - one new generation of graphs, from the same weights, moments and place in the data; restart -",
+        "refused, the run goes on as it was.",
     ]
     for name, section in SECTIONS.items():
-        head = ["| setting | default | values | meaning |", "|---|---|---|---|"]
+        head = ["| setting | default | values | meaning | change |", "|---|---|---|---|---|"]
         lines += ["", f"## [{name}]", "", section.__doc__ or "", "", *head]
         for field in dataclasses.fields(section):
             kind = field_types(section)[field.name]
             values = expected(kind, field.metadata["limits"])
             default = list(field.default) if isinstance(field.default, tuple) else field.default
             text = field.metadata["help"].replace("|", "\\|")
-            lines.append(f"| `{field.name}` | `{json.dumps(default)}` | {values} | {text} |")
+            lines.append(
+                f"| `{field.name}` | `{json.dumps(default)}` | {values} | {text} | {_change(field.metadata)} |"
+            )
     return "\n".join(lines) + "\n"
+
+
+def _change(metadata: Mapping[str, Any]) -> str:
+    between = f"; {metadata['from_zero']} between 0 and more" if metadata["from_zero"] else ""
+    return f"{metadata['change']}{between}"
 
 
 if __name__ == "__main__":

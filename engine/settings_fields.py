@@ -41,18 +41,28 @@ class Limits:
         return " and ".join(f"{word} {limit:g}" for word, limit in words if limit is not None)
 
 
+# What a change of a setting asks of a run that goes on: a value is written, a new generation of graphs is captured, or it
+# cannot be had without another run.
+Change = Literal["live", "recapture", "restart"]
+
+
 def setting(
     default: T,
     text: str,
     *,
+    change: Change,
+    from_zero: Change | None = None,
     low: float | None = None,
     above: float | None = None,
     high: float | None = None,
     below: float | None = None,
 ) -> T:
-    """A dataclass field with its help text and, for numbers (or each number of a tuple), its range."""
+    """A dataclass field with its help text, the class of its changes (from_zero: of one between 0 and more, where that is
+    another) and, for numbers (or each number of a tuple), its range."""
     limits = Limits(low=low, above=above, high=high, below=below)
-    return dataclasses.field(default=default, metadata={"help": text, "limits": limits})
+    return dataclasses.field(
+        default=default, metadata={"help": text, "limits": limits, "change": change, "from_zero": from_zero}
+    )
 
 
 def section_name(section: type) -> str:

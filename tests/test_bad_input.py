@@ -395,7 +395,8 @@ class FullDevice(CallExecutor):
     def build(self) -> Any:
         graphs = object.__new__(GraphExecutor)
         graphs.device, graphs._steps, graphs._warm_ups = torch.device("cuda"), self._steps, 2
-        return [graphs._warm_up(name) for name in self._steps]
+        for name in self._steps:
+            graphs._warm_up(name)
 
 
 @pytest.mark.parametrize("command", ["train", "bench"])
@@ -404,7 +405,7 @@ def test_out_of_gpu_memory_while_capturing(
 ) -> None:
     data = training_dataset(tmp_path / "data", FEW)
     monkeypatch.setattr("engine.engine.make_executor", lambda device: FullDevice())
-    monkeypatch.setattr("engine.engine.forward_backward", out_of_memory)
+    monkeypatch.setattr("engine.generation.forward_backward", out_of_memory)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**30, 8 * 2**30))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     line = fails(commands_on(data, tmp_path)[command])
@@ -447,7 +448,7 @@ def test_other_faults_keep_their_traceback(tmp_path: Path, monkeypatch: pytest.M
         raise RuntimeError("a fault of ours")
 
     data = training_dataset(tmp_path / "data", FEW)
-    monkeypatch.setattr("engine.engine.forward_backward", broken)
+    monkeypatch.setattr("engine.generation.forward_backward", broken)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         main(commands_on(data, tmp_path)["train"])
 

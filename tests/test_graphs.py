@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from graphs.executor import CallExecutor, CaptureError, GraphExecutor, make_executor
+from graphs.executor import CallExecutor, make_executor
 from graphs.guards import Counters, host_sync_is_an_error
 from graphs.parity import Difference, worst_difference
 from graphs.timing import StepTimes
@@ -122,32 +122,3 @@ def test_the_sync_detector_does_nothing_without_a_device(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with host_sync_is_an_error():
         assert torch.ones(1).item() == 1
-
-
-@pytest.fixture
-def graphs_of_a_small_card(monkeypatch: pytest.MonkeyPatch) -> GraphExecutor:
-    """A GraphExecutor of which only the explaining of errors is used: there may be no device."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**29, 8 * 2**30))
-    executor = GraphExecutor.__new__(GraphExecutor)
-    executor.device = torch.device("cuda")
-    return executor
-
-
-def test_out_of_memory_names_the_step_and_what_to_lower(graphs_of_a_small_card: GraphExecutor) -> None:
-    message = (
-        "out of GPU memory while capturing train 4x512x64: 1.5 of 8.0 GiB were free before it; lower "
-        r"buckets.token_budget, buckets.num_anchors or model.head_chunk \(Tried to allocate 9 GiB\)"
-    )
-    with (
-        pytest.raises(CaptureError, match=message),
-        graphs_of_a_small_card._explained("train 4x512x64", "capturing"),
-    ):
-        raise torch.OutOfMemoryError("Tried to allocate 9 GiB\nand a page of advice")
-
-
-def test_other_errors_name_the_step(graphs_of_a_small_card: GraphExecutor) -> None:
-    with (
-        pytest.raises(CaptureError, match="could not finish warming up update: operation not permitted"),
-        graphs_of_a_small_card._explained("update", "warming up"),
-    ):
-        raise RuntimeError("operation not permitted\nmore")

@@ -11,6 +11,7 @@ from engine.kernels import reference_ops
 from engine.objective import BlockSums, Objective, TargetHead, block_loss, dpace_weights, supervision_of
 from engine.ops.block_sums_ref import SUMS
 from engine.optimizer import AdamW
+from engine.settings import OptimizerSettings
 from tests.drafter_helpers import (
     Step,
     assert_close,
@@ -282,7 +283,7 @@ def test_a_batch_without_supervision_is_a_defined_step(weighting: str, positions
     step = small_step(weighting)
     samples = [random_sample(step.config, 32, seed, only_at(32, *positions)) for seed in range(2)]
     batch = make_batch(step.config, Bucket(B=2, S=32, N=16, K=4, tile=32), samples)
-    optimizer = AdamW(step.params, reference_ops(), beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
+    optimizer = AdamW(step.params, reference_ops(), OptimizerSettings(weight_decay=0.1))
     optimizer.lr.fill_(1e-3)
     before = step.params.weight.clone()
     found = step.outcome(batch)

@@ -1,5 +1,8 @@
 """The update against torch.optim.AdamW, its fp32 masters, the skip of bad steps, and the schedules."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,18 +10,19 @@ from torch import Tensor
 from engine.kernels import reference_ops
 from engine.optimizer import AdamW, Schedule
 from engine.params import ParamArena
+from engine.settings import OptimizerSettings
 from tests.drafter_helpers import CPU, random_weights, small_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SETTINGS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
+SETTINGS = OptimizerSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
 
 
-def arena_and_optimizer(dtype: torch.dtype = torch.float32, **changes: float) -> tuple[ParamArena, AdamW]:
+def arena_and_optimizer(dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[ParamArena, AdamW]:
     config = small_config()
     params = ParamArena(config, CPU, dtype=dtype, grad_dtype=dtype)
     params.load_(random_weights(config))
-    return params, AdamW(params, reference_ops(), **{**SETTINGS, **changes})
+    return params, AdamW(params, reference_ops(), replace(SETTINGS, **changes))
 
 
 def add_random_gradients(params: ParamArena, seed: int, scale: float = 1.0) -> None:

@@ -36,7 +36,7 @@ class Graphs:
         self.fits: Callable[[str], bool] = lambda name: True
         self.replayed: list[str] = []
 
-    def add(self, name: str, step: Callable[[], object]) -> None:
+    def add(self, name: str, step: Callable[[], object], *, group: str = "") -> None:
         self.steps[name] = step
 
     def run(self, name: str) -> None:
@@ -48,6 +48,9 @@ class Graphs:
         if not self.fits(name):
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.steps[name]()
+
+    def how_of(self, name: str) -> str:
+        return self.how
 
     def close(self) -> None:
         self.steps.clear()

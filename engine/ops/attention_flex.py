@@ -14,11 +14,39 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from engine.mask import NO_WINDOW, DraftMask
 
 TILE = 128
-# Past this limit torch would run flex_attention uncompiled: dense, without a word. Every bucket is one compilation, twice
-# with and without gradient; hitting the limit is an error, not a fallback.
-torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-torch._dynamo.config.fail_on_recompile_limit_hit = True
-_compiled_flex = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+# Compilations that Dynamo may keep: these for whoever calls the kernel by hand, and what generations of steps reserve. Past
+# the limit torch would run flex_attention uncompiled, dense and without a word; here hitting it is an error.
+_BY_HAND = 64
+_reserved = _BY_HAND
+
+
+def reserve_compilations(shapes: int) -> None:
+    """Makes room for one more generation: every shape is compiled twice, with and without gradient."""
+    global _reserved
+    _reserved += 2 * shapes
+    _raise_limits()
+
+
+def _raise_limits() -> None:
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, _reserved)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, _reserved)
+    config.fail_on_recompile_limit_hit = True
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
+    # Traced away where it is compiled. Whatever made Dynamo leave this function to Python would leave the kernel dense.
+    if not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "flex attention would run uncompiled and dense: expected torch.compile to be at work, found it switched off; unset "
+            'TORCH_COMPILE_DISABLE and torch.compiler.set_stance, or set model.attention = "triton"'
+        )
+    o: Tensor = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=enable_gqa)
+    return o
+
+
+_raise_limits()
+_compiled_flex = torch.compile(_flex, dynamic=False, fullgraph=True)
 
 
 def tiles(mask: DraftMask, S: int, *, window: int | None, tile: int = TILE) -> tuple[Tensor, Tensor]:

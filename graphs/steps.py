@@ -1,0 +1,75 @@
+"""Named steps, what building them reports, and the executor that calls them: what runs where there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from graphs.timing import StepTimes
+
+Step = Callable[[], object]
+OnFailure = Literal["stop", "eager"]
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What building one step took. pool_mib: growth of the memory that torch holds on the device, by this capture; exec_mib:
+    what the device has less of besides, for the executable graph; nodes: kernels in it, None where nobody counted. why: the
+    reason that a step is called where others are replayed."""
+
+    name: str
+    how: str  # "replayed" | "called"
+    warm_up_s: float
+    capture_s: float
+    pool_mib: float
+    exec_mib: float = 0.0
+    nodes: int | None = None
+    why: str = ""
+
+
+class CallExecutor:
+    """Calls the steps: what runs where there is no GPU. No stream, no pool, no addresses to keep."""
+
+    how = "called"
+
+    def __init__(self) -> None:
+        self.times = StepTimes(None)
+        self.on_failure: OnFailure = "stop"
+        self._steps: dict[str, Step] = {}
+
+    def add(self, name: str, step: Step, *, group: str = "") -> None:
+        """Registers a step without arguments and with effects on fixed memory only."""
+        assert name not in self._steps, f"step {name} was added twice"
+        self._steps[name] = step
+
+    def build(self) -> list[BuildReport]:
+        """Nothing to capture; steps may run from here on."""
+        return [BuildReport(name, self.how, 0.0, 0.0, 0.0) for name in self._steps]
+
+    def run(self, name: str) -> None:
+        """The step's effects, by the fastest way there is."""
+        with self.times.measure(name):
+            self._steps[name]()
+
+    def call(self, name: str) -> None:
+        """The step called from Python, whatever was captured."""
+        self._steps[name]()
+
+    def how_of(self, name: str) -> str:
+        """What run() does with this step."""
+        return self.how
+
+    def successor(self) -> CallExecutor:
+        """An empty executor for the next generation."""
+        return CallExecutor()
+
+    def attach(self) -> None:
+        """Nothing: the CPU has no streams."""
+
+    def release(self) -> None:
+        """Nothing to free: there is no graph."""
+
+    def close(self) -> None:
+        """Forgets the steps."""
+        self._steps.clear()
