@@ -13,7 +13,7 @@ from buffers.batching import Batch, BatchPlan
 from buffers.shapes import Bucket
 from engine.engine import Engine
 from engine.settings import ObjectiveSettings, OptimizerSettings
-from engine.verification import CALLED, EQUAL, Verified, verify_buckets
+from engine.verification import CALLED, DOES_NOT_FIT, EQUAL, Verified, verify_buckets
 from graphs.executor import CaptureError
 from graphs.fingerprint import BUFFERS, Fingerprint
 from graphs.record import BucketRecord, Record
@@ -202,7 +202,10 @@ def test_else_it_has_fewer_rows(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
 def test_one_row_that_does_not_fit_is_not_called_verified(case: Case) -> None:
     case.graphs.fits = lambda name: False
     case.batches = [batch for batch in case.batches if batch.bucket == BUCKETS[0]]
-    assert case.verify()[BUCKETS[0]].how == "not verified: the eager step of one row does not fit beside the pool"
+    assert case.verify()[BUCKETS[0]].how == DOES_NOT_FIT
+    case.graphs.fits = lambda name: True
+    known = record(BUCKETS[0], verified=DOES_NOT_FIT)
+    assert case.verify("changed", known)[BUCKETS[0]].how == EQUAL, "nor the next time"
 
 
 def test_rows_that_are_left_out_are_empty_in_the_replay(case: Case) -> None:

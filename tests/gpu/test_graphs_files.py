@@ -1,0 +1,202 @@
+"""graphs build and status on the GPU: what is counted, measured and estimated, verification where memory is short, and a second
+start that compiles nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from bench.cli import main
+from bench.subjects import workload_subject
+from bench.temporary_data import write_samples
+from bench.workloads import WORKLOADS, Workload
+from buffers.shapes import Bucket
+from engine.engine import Engine
+from engine.memory_estimate import estimate
+from engine.settings import load_settings
+from engine.verification import EQUAL, ROWS_TOLERANCE, verify_buckets
+from graphs.executor import CaptureError
+from graphs.nodes import count_kernels
+from graphs.pool_model import MIB
+from graphs.record import read_record
+from tests.gpu.engine_helpers import BUCKETS, CUDA, Built, build, medium_config
+
+ROOT = Path(__file__).parent.parent.parent
+MODEL = Workload("medium", 512, 1536, 8, 8192, S=512, N=128, K=8)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("graphs")
+    write_samples(folder / "data", MODEL, (100, 250, 500, 900, 120, 480), CUDA, with_target=True)
+    settings = load_settings(
+        None,
+        [
+            f"data.path={folder / 'data'}",
+            f"run.output={folder / 'run'}",
+            f"run.cache={folder / 'cache'}",
+            "run.device=cuda",
+            "model.block_size=8",
+            "buckets.num_anchors=128",
+            "buckets.lengths=128,512,1024",
+            "buckets.max_rows=2",
+        ],
+    )
+    (folder / "run.toml").write_text(settings.to_toml())
+    return folder / "run.toml"
+
+
+def started(config: Path) -> dict[str, Any]:
+    """`graphs build` in a process of its own; the caches are the configuration's."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+    program = "import sys; from bench.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "graphs", "build", str(config), "--json"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def test_a_second_start_compiles_nothing_and_what_is_built_is_fresh(config: Path) -> None:
+    first = started(config)
+    assert first["kernels_compiled"] > 5
+    second = started(config)
+    assert second["kernels_compiled"] == 0
+    assert main(["graphs", "status", str(config)]) == 0
+    assert main(["graphs", "status", str(config), "--set", "model.head_chunk=1024"]) == 3
+    for row in second["buckets"]:
+        assert row["how"] == "replayed"
+        assert row["verified"] == EQUAL
+        assert row["nodes"] > 50
+        assert row["host_ms_saved"] > 0
+        assert row["eager_ms"] > 0 and row["replay_ms"] > 0 and row["exec_mib"] >= 0
+        assert row["worth"] != "not measured"
+    assert {"compile", "capture", "verify", "measure"} <= second["phases_s"].keys()
+    record = read_record(config.parent / "run")
+    assert record is not None
+    assert [graph.name.split()[0] for graph in record.buckets[0].graphs] == ["train", "add"]
+    # The largest bucket is captured first, and the others into the same pool.
+    assert second["buckets"][-1]["pool_mib"] == pytest.approx(second["buckets"][-1]["estimate_mib"], rel=0.1, abs=8)
+    expected, held = second["estimate"]["reserved_mib"], second["reserved_mib"]
+    assert held == pytest.approx(expected, rel=0.1, abs=64)
+    caches = list((config.parent / "cache").iterdir())
+    assert len(caches) == 1
+    (caches[0] / "cache.json").write_text("{")
+    assert started(config)["kernels_compiled"] == first["kernels_compiled"], "a damaged cache is built again"
+
+
+def test_what_was_verified_is_not_verified_again_unless_it_must(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verified: list[str] = []
+    verify = Engine.verify
+
+    def noted(engine: Engine, bucket: Bucket) -> Any:
+        verified.append(bucket.name)
+        return verify(engine, bucket)
+
+    monkeypatch.setattr(Engine, "verify", noted)
+    output = config.parent / "policies"
+    for changes, expected in (
+        (["run.verify=changed"], 3),
+        (["run.verify=changed"], 0),
+        (["run.verify=changed", "buckets.lengths=128,512,1152"], 1),
+        (["run.verify=never"], 0),
+        (["run.verify=always"], 3),
+    ):
+        verified.clear()
+        sets = [word for change in (f"run.output={output}", *changes) for word in ("--set", change)]
+        assert main(["graphs", "build", str(config), *sets]) == 0
+        assert len(set(verified)) == expected, changes
+
+
+@pytest.mark.parametrize("mode", ["none", "mlp", "layer"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_the_estimate_follows_the_code(mode: str, precision: str) -> None:
+    settings = load_settings(None, [f"model.recompute={mode}", f"run.precision={precision}"])
+    workload = replace(WORKLOADS["W1"], vocab_size=16384, N=256)
+    expected = estimate(settings, workload.config(), [workload.bucket])
+    with workload_subject(workload, settings, CUDA) as subject:
+        assert subject.report.pool_mib == pytest.approx(expected.pool / MIB, rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def built() -> Iterator[Built]:
+    made = build(medium_config(), BUCKETS, precision="bf16", attention="triton")
+    yield made
+    made.engine.close()
+
+
+def verify(made: Built, bucket: Bucket) -> str:
+    class One:
+        """Stands for a batch: the inputs that hold it are loaded by its bucket."""
+
+        def __init__(self) -> None:
+            self.bucket = bucket
+
+    found = verify_buckets(
+        made.engine,
+        [One()],  # type: ignore[list-item]
+        lambda batch: made.inputs.load(batch.bucket, seed=0),
+        policy="always",
+        fingerprints={},
+        known=None,
+        say=lambda text: None,
+    )
+    return found[bucket].how
+
+
+def test_fewer_rows_are_the_same_but_for_rounding(built: Built) -> None:
+    bucket = BUCKETS[2]
+    for rows in (1, 2):
+        built.inputs.load(bucket, seed=0)
+        difference = built.engine.verify_rows(bucket, rows)
+        assert difference is None or difference.relative < ROWS_TOLERANCE["bf16"], difference
+
+
+def test_verification_where_the_eager_step_does_not_fit(built: Built) -> None:
+    bucket = BUCKETS[-1]
+    assert verify(built, bucket) == EQUAL
+    torch.cuda.empty_cache()
+    held, total = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
+    try:
+        torch.cuda.set_per_process_memory_fraction((held + 24 * MIB) / total)
+        how = verify(built, bucket)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "beside the pool" in how, how
+    assert torch.cuda.memory_reserved() <= held + 2 * MIB, "and its memory is given back"
+    assert verify(built, bucket) == EQUAL
+
+
+def test_a_graph_of_other_code_is_found_out(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = built.engine.drafter
+    monkeypatch.setattr(drafter, "config", replace(drafter.config, rms_norm_eps=0.1))
+    with pytest.raises(CaptureError, match=f"bucket {BUCKETS[0].name}: the replay differs from the eager step in "):
+        verify(built, BUCKETS[0])
+
+
+def test_kernels_of_a_graph_are_counted() -> None:
+    x = torch.zeros(1000, device=CUDA)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x.add_(1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(3):
+            x.add_(1)
+    assert count_kernels(graph.raw_cuda_graph()) == 3
+    graph.instantiate()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x[0].item() == 4
