@@ -15,7 +15,7 @@ from engine.drafter_config import FULL, SLIDING, DrafterConfig
 from engine.engine import FrozenTarget
 from engine.kernels import Ops, reference_ops
 from engine.metrics import Metrics
-from engine.model import Drafter
+from engine.model import Drafter, Recompute
 from engine.objective import Objective, TargetHead
 from engine.params import ParamArena, initial_parameters
 from engine.step import StepParts, forward_backward
@@ -131,12 +131,20 @@ def make_step(
     max_positions: int = 256,
     ops: Ops | None = None,
     chunk_rows: int = 64,
+    recompute: Recompute = "none",
 ) -> Step:
     """A drafter in fp32 with random weights; its loss is CE with decay unless given."""
     params = ParamArena(config, CPU, dtype=torch.float32, grad_dtype=torch.float32)
     params.load_(random_weights(config))
     return step_with(
-        config, params, target, loss or objective(), max_positions=max_positions, ops=ops, chunk_rows=chunk_rows
+        config,
+        params,
+        target,
+        loss or objective(),
+        max_positions=max_positions,
+        ops=ops,
+        chunk_rows=chunk_rows,
+        recompute=recompute,
     )
 
 
@@ -158,10 +166,11 @@ def step_with(
     max_positions: int,
     ops: Ops | None = None,
     chunk_rows: int = 64,
+    recompute: Recompute = "none",
 ) -> Step:
     """A step around parameters that exist."""
     ops = ops or reference_ops()
-    drafter = Drafter(config, params, target.embed_tokens, ops, max_positions=max_positions)
+    drafter = Drafter(config, params, target.embed_tokens, ops, max_positions=max_positions, recompute=recompute)
     head = TargetHead(target.lm_head, None if target.last_hidden_norm == "post" else target.norm, target.norm_eps)
     parts = StepParts(drafter, head, loss, ops, Metrics(config.block_size, CPU), chunk_rows)
     return Step(config, params, parts, torch.zeros((), dtype=torch.float64))

@@ -23,7 +23,7 @@ def _add_sums(grad_ptr, partial_ptr, P, D, stride, ADD: tl.constexpr, ROWS: tl.c
     tl.store(grad_ptr + column, result.to(grad_ptr.dtype.element_ty), inside)
 
 
-def add_sums(grad_D: Tensor, partial_PD: Tensor, *, add: bool = True) -> None:
+def add_sums(grad_D: Tensor, partial_PD: Tensor, *, add: bool) -> None:
     """grad [D] += sum over P of partial fp32 [P, D], or = with add False; fp32, rounded once. partial's rows are contiguous."""
     P, D = partial_PD.shape
     _add_sums[(triton.cdiv(D, _COLUMNS),)](

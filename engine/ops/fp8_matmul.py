@@ -25,12 +25,12 @@ def add_weight_gradient(weight: Weight, dy: Fp8Turned, x: Fp8Turned, dtype: torc
     """The gradient dy^T x, rounded to `dtype` on its way into the arena; straight into it where it begins the sum of a step.
     Sums in fp32 all the way: with one scale an operand it costs nothing."""
     operands = dy.values, x.values.t(), dy.scale, x.scale
-    if weight.adds():
+    if weight.grad.dtype != dtype:
+        weight.take(torch._scaled_mm(*operands, out_dtype=dtype))
+    elif weight.adds():
         weight.grad.add_(torch._scaled_mm(*operands, out_dtype=dtype))
-    elif weight.grad.dtype == dtype:
-        torch._scaled_mm(*operands, out_dtype=dtype, out=weight.grad)
     else:
-        weight.grad.copy_(torch._scaled_mm(*operands, out_dtype=dtype))
+        torch._scaled_mm(*operands, out_dtype=dtype, out=weight.grad)
 
 
 def _rows_product(a: Fp8Rows, b_NK: Tensor, scale_1N: Tensor, dtype: torch.dtype) -> Tensor:

@@ -53,6 +53,13 @@ class Weight:
         """Whether the gradient that arrives now is to be added; to be asked once for each."""
         return self.sums.adds(self.grad)
 
+    def take(self, gradient: Tensor) -> None:
+        """A whole gradient, [*value.shape] in any dtype: begins the sum, or is added to it."""
+        if self.adds():
+            self.grad.add_(gradient)
+        else:
+            self.grad.copy_(gradient)
+
 
 class _Accumulated(torch.autograd.Function):
     @staticmethod
@@ -62,10 +69,7 @@ class _Accumulated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dvalue: Tensor) -> tuple[None, None]:
-        if ctx.weight.adds():
-            ctx.weight.grad.add_(dvalue)
-        else:
-            ctx.weight.grad.copy_(dvalue)
+        ctx.weight.take(dvalue)
         return None, None
 
 
@@ -77,18 +81,13 @@ def accumulated(weight: Weight) -> Tensor:
 def add_outer(weight: Weight, dy_RO: Tensor, x_RI: Tensor) -> None:
     """The gradient [O, I] dy^T x, straight into the arena: beta = 0 or 1 in the matmul when the dtypes agree; fp32 sums in an
     fp32 arena."""
-    grad, adds = weight.grad, weight.adds()
-    if grad.dtype == dy_RO.dtype:
-        if adds:
-            torch.addmm(grad, dy_RO.t(), x_RI, out=grad)
+    grad = weight.grad
+    if grad.dtype != dy_RO.dtype:
+        if dy_RO.is_cuda:
+            weight.take(torch.mm(dy_RO.t(), x_RI, out_dtype=grad.dtype))
         else:
-            torch.mm(dy_RO.t(), x_RI, out=grad)
-        return
-    if dy_RO.is_cuda:
-        product = torch.mm(dy_RO.t(), x_RI, out_dtype=grad.dtype)
+            weight.take(dy_RO.t().to(grad.dtype) @ x_RI.to(grad.dtype))
+    elif weight.adds():
+        torch.addmm(grad, dy_RO.t(), x_RI, out=grad)
     else:
-        product = dy_RO.t().to(grad.dtype) @ x_RI.to(grad.dtype)
-    if adds:
-        grad.add_(product)
-    else:
-        grad.copy_(product)
+        torch.mm(dy_RO.t(), x_RI, out=grad)

@@ -13,6 +13,7 @@ from buffers.batching import batch_specs
 from buffers.shapes import Bucket
 from engine.drafter_config import DrafterConfig
 from engine.engine import Engine
+from engine.model import Recompute
 from engine.precision import compute_dtype
 from engine.settings import ObjectiveSettings, OptimizerSettings
 from graphs.executor import BuildReport
@@ -101,6 +102,7 @@ def assemble(
     objective: ObjectiveSettings | None = None,
     optimizer: OptimizerSettings | None = None,
     evaluate: bool = False,
+    recompute: Recompute = "none",
 ) -> Built:
     """An engine with random weights, not captured yet; the chunks of its head are uneven. Close it."""
     inputs = StaticInputs(config, buckets, compute_dtype(precision))
@@ -115,6 +117,7 @@ def assemble(
         precision=precision,
         attention=attention,
         chunk_rows=300,
+        recompute=recompute,
         eval_inputs=inputs if evaluate else None,
     )
     engine.params.load_(random_weights(config))
