@@ -94,7 +94,7 @@ class SpecForgeStep:
         lm_head: Tensor,
         objective: ObjectiveSettings,
     ) -> None:
-        """weights: by z-lab's names, which are SpecForge's too. batch: buffers.batching.batch_specs, rows without padding.
+        """weights: by z-lab's names, which are SpecForge's too. batch: buffers.filling.batch_specs, rows without padding.
 
         Everything is copied, so that its memory can be measured beside ours. Raises ValueError when this SpecForge takes other
         arguments than the one written against, and as loss_arguments does.

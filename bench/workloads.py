@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from buffers.arena import Arena, packed_size
-from buffers.batching import Document, batch_specs, fill_row
+from buffers.batching import Document
 from buffers.dataset import Sample
+from buffers.filling import batch_specs, fill_row
 from buffers.shapes import Bucket
 from engine.drafter_config import DrafterConfig
 from engine.engine import FrozenTarget

@@ -18,7 +18,7 @@ from buffers.anchors import ORDER_STREAM, random_order
 from buffers.batching import BatchPlan
 from buffers.packing import first_fit, reserved_blocks
 from buffers.plan_counts import count_first_epoch
-from buffers.planner import Plan, documents_of, plan_buckets
+from buffers.planner import Plan, TooLong, documents_of, plan_buckets
 from buffers.shapes import ATTENTION_TILE, Bucket, anchors_for, round_up
 
 # Documents that are packed to price a set of buckets: the price moves by about 1 % from one draw to another.
@@ -50,7 +50,7 @@ def plan_packed(
     max_length: int = 0,
     max_rows: int = 64,
     tile: int = ATTENTION_TILE,
-    too_long: Any = "skip",
+    too_long: TooLong = "skip",
     edges: Sequence[int] = (),
 ) -> Plan:
     """plan_buckets for packed rows, with the same arguments and errors; its counts are those of epoch 0 under `seed`.

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 from buffers.shapes import ATTENTION_TILE, Bucket, anchors_for, round_up
 
+# What becomes of a sample that no bucket holds.
+TooLong = Literal["skip", "truncate", "split"]
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -61,7 +64,7 @@ def plan_buckets(
     max_length: int = 0,
     max_rows: int = 64,
     tile: int = ATTENTION_TILE,
-    too_long: Literal["skip", "truncate", "split"] = "skip",
+    too_long: TooLong = "skip",
     edges: Sequence[int] = (),
 ) -> Plan:
     """Plan the buckets for samples of `lengths` int64[n] tokens with `eligible_counts` int64[n] eligible positions.
@@ -187,7 +190,7 @@ def plan_table(plan: Plan) -> list[PlanRow]:
 
 
 def documents_of(
-    lengths: NDArray[np.int64], eligible: NDArray[np.int64], limit: int, too_long: str
+    lengths: NDArray[np.int64], eligible: NDArray[np.int64], limit: int, too_long: TooLong
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Lengths of the documents that an epoch will have, and an upper bound of each one's eligible positions."""
     if too_long == "skip":

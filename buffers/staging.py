@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from buffers.arena import Arena, BufferSpec, packed_size
-from buffers.batching import Batch, Document, NonFiniteSample, batch_specs, clear_row, fill_row
+from buffers.batching import Batch, Document
 from buffers.dataset import SampleSource, folder_names
+from buffers.filling import NonFiniteSample, batch_specs, clear_row, fill_row
 from buffers.planner import check_ascending
 from buffers.shapes import Bucket
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from buffers.batching import all_finite
+from buffers.filling import all_finite
 from buffers.manifest import make_readable
 from engine.drafter_config import DrafterConfig
 from engine.engine import Engine

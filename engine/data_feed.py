@@ -8,6 +8,7 @@ from dataclasses import replace
 from buffers.batching import Batch, BatchPlan
 from buffers.dataset import SampleSource, folder_names
 from buffers.mixture import Mixture
+from buffers.planner import TooLong
 from engine.checkpoint import DataIdentity, Position
 from engine.metrics import MetricSums
 
@@ -18,7 +19,7 @@ def beginning(dataset: SampleSource, plan: BatchPlan) -> Position:
     return Position(0, 0, (), DataIdentity(len(dataset), tokens, dataset.digest, plan.longest))
 
 
-def carried_over(saved: Position, dataset: SampleSource, plan: BatchPlan, too_long: str) -> Position:
+def carried_over(saved: Position, dataset: SampleSource, plan: BatchPlan, too_long: TooLong) -> Position:
     """A checkpoint's position under today's plan.
 
     Pieces of split samples are counted in the plan's longest document. Under another one, a sample of which a piece was taken

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from buffers.batching import all_finite
 from buffers.dataset import Dataset, Sample, SampleSource, load_target_tensors
+from buffers.filling import all_finite
 from buffers.foreign import ForeignFolder
 from buffers.foreign_facts import NORM_OF_FORMAT, Facts, missing_facts, resolve_target
 from buffers.manifest import TARGET_FILE

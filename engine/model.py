@@ -53,7 +53,7 @@ class Drafter:
         self.cos_PE, self.sin_PE = angles.cos() * scaling, angles.sin() * scaling
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """batch: the tensors of buffers.batching.batch_specs. Returns the final-normed hidden states of the slots that
+        """batch: the tensors of buffers.filling.batch_specs. Returns the final-normed hidden states of the slots that
         predict, 1..K-1: [B, N, K - 1, D].
 
         Slot 0 holds the anchor, which is known: after the last attention nothing of it is needed. In the first layer all other

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from buffers.arena import Arena, packed_size
-from buffers.batching import batch_specs, clear_row, fill_row
 from buffers.dataset import Sample
+from buffers.filling import batch_specs, clear_row, fill_row
 from buffers.shapes import Bucket
 from engine.drafter_config import FULL, SLIDING, DrafterConfig
 from engine.engine import FrozenTarget

@@ -22,7 +22,7 @@ CASES = ("dflash-full", "dflash-dpace", "dflash-sliding", "dflash-packed")
 
 @dataclass(frozen=True)
 class GoldenCase:
-    """config.json, case.json and the tensors of one folder; `batch` has the names of buffers.batching.batch_specs."""
+    """config.json, case.json and the tensors of one folder; `batch` has the names of buffers.filling.batch_specs."""
 
     config: DrafterConfig
     case: dict[str, Any]

@@ -8,16 +8,9 @@ from torch import Tensor
 
 from buffers.anchors import eligible_positions, sample_anchors
 from buffers.arena import Arena, packed_size
-from buffers.batching import (
-    Batch,
-    BatchPlan,
-    NonFiniteSample,
-    all_finite,
-    batch_specs,
-    clear_row,
-    fill_row,
-)
+from buffers.batching import Batch, BatchPlan
 from buffers.dataset import Sample
+from buffers.filling import NonFiniteSample, all_finite, batch_specs, clear_row, fill_row
 from buffers.shapes import Bucket
 from tests.dataset_helpers import HIDDEN_SIZE, TAPS, random_sample, write_dataset
 

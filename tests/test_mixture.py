@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from buffers.batching import BatchPlan, NonFiniteSample, batch_specs, fill_row
+from buffers.batching import BatchPlan
 from buffers.dataset import Dataset
+from buffers.filling import NonFiniteSample, batch_specs, fill_row
 from buffers.mixture import Mixture
 from buffers.shapes import Bucket
 from engine.assemble import make_batch_plan, make_plan

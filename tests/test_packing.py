@@ -13,8 +13,9 @@ from torch import Tensor
 from buffers import packing
 from buffers.anchors import eligible_positions, sample_anchors
 from buffers.arena import Arena, packed_size
-from buffers.batching import Batch, BatchPlan, Document, batch_specs, clear_row, fill_row
+from buffers.batching import Batch, BatchPlan, Document
 from buffers.dataset import Sample
+from buffers.filling import batch_specs, clear_row, fill_row
 from buffers.packing import first_fit
 from buffers.shapes import Bucket
 from buffers.staging import InputPipeline

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from buffers.arena import Arena, arena_table, packed_size
-from buffers.batching import Batch, BatchPlan, Document, NonFiniteSample, batch_specs, clear_row, fill_row
+from buffers.batching import Batch, BatchPlan, Document
 from buffers.dataset import Dataset
+from buffers.filling import NonFiniteSample, batch_specs, clear_row, fill_row
 from buffers.shapes import Bucket
 from buffers.staging import InputPipeline
 from tests.dataset_helpers import HIDDEN_SIZE, TAPS, write_dataset

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from buffers.arena import Arena, packed_size
-from buffers.batching import batch_specs
+from buffers.filling import batch_specs
 from buffers.shapes import Bucket
 from engine.drafter_config import DrafterConfig
 from engine.engine import Engine
