@@ -24,10 +24,10 @@ from bench.workloads import WORKLOADS, RandomInputs
 from engine import demo
 from engine.assemble import resolve_device
 from engine.corpus import corpus_files
+from engine.corpus_extract import extract_corpus
 from engine.drafter_config import default_target_layer_ids
 from engine.engine import Engine
 from engine.export import load_drafter
-from engine.extract import extract_corpus
 from engine.kernels import fused_ops
 from engine.ops import fp8_norm, fp8_rows, fp8_swiglu
 from engine.ops.linear import linear

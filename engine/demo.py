@@ -18,11 +18,11 @@ from torch import Tensor
 from engine.assemble import resolve_device
 from engine.bytes_vocab import encode_bytes
 from engine.corpus import corpus_files, read_documents
+from engine.corpus_extract import extract_corpus
 from engine.decode import Decoded, drafter_for, plain_generate, speculative_generate
 from engine.decode_prompts import acceptance, against_own_text, one_thread
 from engine.drafter_config import DrafterConfig, default_target_layer_ids
 from engine.export import load_drafter
-from engine.extract import extract_corpus
 from engine.params import initial_parameters
 from engine.plots import plot_run
 from engine.reports import make_console

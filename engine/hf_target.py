@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.assemble import norm_eps, refuse_unreproduced, text_config
+from engine.ops.rms_norm_ref import normalise
 
 PROBE_TOKENS = 16
 # What the drafter takes its sizes from; a config.json may leave them to its architecture's defaults.
@@ -187,7 +188,9 @@ def _probed(target: HfTarget) -> HfTarget:
     small = F.normalize(residual, dim=-1) * (max(eps, 1e-12) * target.hidden_size) ** 0.5
     factors = [target.norm_weight.float(), 1 + target.norm_weight.float()]
     errors = [
-        max(_error(target.norm(x.to(target.embed.dtype)).float(), _rms_norm(x, factor, eps)) for x in (residual, small))
+        max(
+            _error(target.norm(x.to(target.embed.dtype)).float(), normalise(x, eps) * factor) for x in (residual, small)
+        )
         for factor in factors
     ]
     factor = factors[errors.index(min(errors))]
@@ -204,10 +207,6 @@ def _probed(target: HfTarget) -> HfTarget:
             f"by {_error(logits.float(), expected):.2g} of the largest): scaled or capped. That is not reproduced."
         )
     return HfTarget(**{**vars(target), "norm_weight": factor})
-
-
-def _rms_norm(x: Tensor, factor: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * factor
 
 
 def _error(found: Tensor, expected: Tensor) -> float:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from buffers.dataset import SampleSource, folder_names
+from engine.ops.rms_norm_ref import normalise
 
 # Positions that are looked at: a head of 150,000 rows takes seconds on a CPU for so many.
 POSITIONS = 256
@@ -70,7 +71,7 @@ def cross_entropy(states: Tensor, next_ids: Tensor, head: Tensor) -> float:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis, in fp32."""
-    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight.float()
+    return normalise(x, eps) * weight.float()
 
 
 def check_norm(positions: Positions, tensors: dict[str, Tensor], eps: float, recorded: str | None) -> dict[str, Any]:

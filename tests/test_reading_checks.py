@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from buffers.dataset import Dataset
+from engine.corpus_extract import extract_corpus
 from engine.demo import EMBEDDED_TARGET
-from engine.extract import extract_corpus
 from engine.inspection import inspect_dataset
 from engine.reading_checks import cross_entropy
 from engine.settings import load_settings

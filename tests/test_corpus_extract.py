@@ -7,7 +7,7 @@ import torch
 
 from buffers.dataset import Dataset, load_target_tensors
 from engine.bytes_vocab import BOS_TOKEN_ID, MASK_TOKEN_ID, VOCAB_SIZE, decode_bytes, encode_document
-from engine.extract import batches_by_length, cut_documents, extract_corpus
+from engine.corpus_extract import cut_documents, extract_corpus
 from engine.target import Target
 from engine.target_config import TargetConfig
 
@@ -72,12 +72,6 @@ def test_chunks_follow_the_seed_and_cover_the_documents() -> None:
     limited = cut_documents(documents, min_length=16, max_length=200, seed=3, max_tokens=500)
     assert len(limited) < len(chunks) and sum(map(len, limited)) <= 500
     assert all(torch.equal(a, b) for a, b in zip(limited, chunks[: len(limited)], strict=True))
-
-
-def test_batches_hold_like_lengths_within_the_budget() -> None:
-    chunks = [torch.zeros(n, dtype=torch.int32) for n in (5, 40, 7, 38, 6, 100, 1)]
-    batches = list(batches_by_length(chunks, batch_tokens=80))
-    assert [[len(c) for c in batch] for batch in batches] == [[1, 5, 6, 7], [38, 40], [100]]
 
 
 def test_messages(tmp_path: Path) -> None:

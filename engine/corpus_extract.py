@@ -1,11 +1,11 @@
-"""Hidden states of the target over text documents, written as our dataset.
+"""Hidden states of the embedded target over text documents, written as our dataset: what the demo trains on.
 
 Documents are cut into chunks of random length, chosen by the seed alone. Chunks of like length run together; what pads
 a batch stands behind the text, where a causal model cannot see it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from buffers.dataset import DatasetInfo, DatasetWriter
 from engine.bytes_vocab import MASK_TOKEN_ID, encode_document
 from engine.corpus import read_documents
+from engine.length_batches import batches_of_like_length
 from engine.target import Target
 
 
@@ -51,25 +52,14 @@ def cut_documents(
     return chunks
 
 
-def batches_by_length(chunks: Sequence[Tensor], batch_tokens: int) -> Iterator[list[Tensor]]:
-    """Groups of chunks of like length whose padded size is at most `batch_tokens`, or one chunk."""
-    batch: list[Tensor] = []
-    for chunk in sorted(chunks, key=len):
-        if batch and len(chunk) * (len(batch) + 1) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(chunk)
-    if batch:
-        yield batch
-
-
 @torch.inference_mode()
 def write_chunks(
     target: Target, chunks: Sequence[Tensor], writer: DatasetWriter, target_layer_ids: Sequence[int], batch_tokens: int
 ) -> None:
     """Run the target over the chunks and add each as a sample: every token supervised, `last_hidden` pre-norm."""
-    for batch in batches_by_length(chunks, batch_tokens):
-        padded = torch.zeros((len(batch), len(batch[-1])), dtype=torch.int64)
+    for indices, width in batches_of_like_length([len(chunk) for chunk in chunks], batch_tokens, step=1):
+        batch = [chunks[i] for i in indices]
+        padded = torch.zeros((len(batch), width), dtype=torch.int64)
         for row, chunk in zip(padded, batch, strict=True):
             row[: len(chunk)] = chunk
         output = target(padded.to(target.device), tap_layer_ids=target_layer_ids)
