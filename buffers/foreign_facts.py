@@ -14,6 +14,10 @@ from buffers.foreign_speculators import SPECULATORS
 NORM_OF_FORMAT = {SPECFORGE: "post", SPECULATORS: "pre", DEEPSPEC: "post", MODELOPT: None}
 
 
+class FactsError(ValueError):
+    """What the settings say of the data is missing, impossible, or not what the files say."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """Settings of [data], by the same names. `target`: folder of the target's checkpoint, whose config.json gives the sizes.
@@ -58,11 +62,11 @@ def missing_facts(format: str, facts: Facts, reader: Reader, has_last_hidden: bo
 
 
 def resolve_target(root: Path, format: str, facts: Facts, reader: Reader, has_last_hidden: bool) -> Target:
-    """Everything known of the target. Raises ValueError, in one line for all facts that are missing, and for facts that
+    """Everything known of the target. Raises FactsError, in one line for all facts that are missing, and for facts that
     contradict the files or the target's config.json."""
     missing = missing_facts(format, facts, reader, has_last_hidden)
     if missing:
-        raise ValueError(
+        raise FactsError(
             f"{root}: {format}'s files do not say everything; expected {len(missing)} more settings: {'; '.join(missing)}"
         )
     config = _read_config(Path(facts.target) / "config.json")
@@ -76,14 +80,14 @@ def resolve_target(root: Path, format: str, facts: Facts, reader: Reader, has_la
         ("the hidden size of data.target", hidden_size, reader.hidden_size or hidden_size),
     ):
         if said != found:
-            raise ValueError(f"{root}: expected {name} to be {_text(found)} as the dataset says, found {_text(said)}")
+            raise FactsError(f"{root}: expected {name} to be {_text(found)} as the dataset says, found {_text(said)}")
     if len(set(layer_ids)) != len(layer_ids) or min(layer_ids) < 0 or max(layer_ids) >= num_layers:
-        raise ValueError(
+        raise FactsError(
             f"expected data.target_layer_ids to be different layers of 0..{num_layers - 1} ({facts.target} has {num_layers}), "
             f"found {list(layer_ids)}. speculators counts from 1: subtract 1 there"
         )
     if facts.mask_token_id >= vocab_size:
-        raise ValueError(
+        raise FactsError(
             f"expected data.mask_token_id in 0..{vocab_size - 1} ({facts.target} has a vocabulary of {vocab_size}), found "
             f"{facts.mask_token_id}"
         )
@@ -98,20 +102,20 @@ def _read_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_bytes())
     except OSError as error:
-        raise ValueError(
+        raise FactsError(
             f"data.target: expected the target's checkpoint with {file}, found none ({error.strerror})"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"data.target: expected JSON in {file}, found {error}. Copy the file again") from error
+        raise FactsError(f"data.target: expected JSON in {file}, found {error}. Copy the file again") from error
     if not isinstance(config, dict) or not isinstance(config.get("text_config") or config, dict):
-        raise ValueError(f"data.target: expected an object in {file}, found {str(config)[:80]!r}. Copy the file again")
+        raise FactsError(f"data.target: expected an object in {file}, found {str(config)[:80]!r}. Copy the file again")
     return config
 
 
 def _size(config: dict[str, Any], name: str, target: str) -> int:
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(
+        raise FactsError(
             f"data.target: expected {name} in {target}/config.json, found {value!r}. Give the target's own folder"
         )
     return value

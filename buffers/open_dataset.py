@@ -6,10 +6,10 @@ from pathlib import Path
 
 from buffers.dataset import Dataset, SampleSource
 from buffers.foreign import ForeignDataset, ForeignFolder, scan_folder
-from buffers.foreign_facts import Facts, resolve_target
+from buffers.foreign_facts import Facts, FactsError, resolve_target
 from buffers.foreign_recognise import recognise
 
-__all__ = ["Facts", "complete", "open_dataset", "open_folder"]
+__all__ = ["Facts", "FactsError", "complete", "open_dataset", "open_folder"]
 
 NO_FACTS = Facts()
 
@@ -24,8 +24,8 @@ def open_dataset(
     """The dataset in a folder, opened for reading. fallback: facts for a foreign one that neither `facts` nor its files have.
     progress: called with samples read and all samples, while a foreign one is scanned.
 
-    Raises ValueError when it is none, is of two formats, is damaged, contradicts the facts or, in one line for all of them,
-    when facts are missing.
+    Raises ValueError when it is none, is of two formats or damaged; FactsError when it contradicts the facts or, in one line
+    for all of them, when facts are missing.
     """
     folder = open_folder(path, progress)
     if folder is None:
@@ -63,7 +63,7 @@ def _refuse_other_facts(dataset: Dataset, facts: Facts) -> None:
         said["last_hidden_norm"] = facts.last_hidden_norm
     for name, value in said.items():
         if value != getattr(info, name):
-            raise ValueError(
+            raise FactsError(
                 f"expected data.{name} to be {getattr(info, name)} as {dataset.path} has recorded, found {value}. Leave the "
                 "setting out."
             )

@@ -4,12 +4,13 @@ scanned."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from buffers.dataset import SampleSource
-from buffers.foreign_facts import NORM_OF_FORMAT, Facts, missing_facts
+from buffers.dataset import SampleSource, folder_names
+from buffers.foreign_facts import NORM_OF_FORMAT, Facts, FactsError, missing_facts
 from buffers.mixture import Mixture
 from buffers.open_dataset import complete, open_dataset, open_folder
 from engine.drafter_config import DrafterConfig
@@ -33,20 +34,31 @@ def facts_from(data: DataSettings) -> Facts:
     )
 
 
+@contextmanager
+def facts_are_settings() -> Iterator[None]:
+    """What is said of the data is said in [data]: a FactsError from within becomes a SettingsError."""
+    try:
+        yield
+    except FactsError as error:
+        raise SettingsError(str(error)) from error
+
+
 def open_data(path: str | Path, settings: Settings, *, drafter: DrafterConfig | None = None) -> SampleSource:
     """The dataset in a folder, whoever wrote it; what is done to its values is said on stderr. A drafter's own layer ids and
-    mask token stand in for settings that are left out. Raises ValueError as `buffers.open_dataset.open_dataset` does."""
+    mask token stand in for settings that are left out. Raises as `buffers.open_dataset.open_dataset` does, SettingsError where
+    the settings do not fit the data."""
     facts, fallback = facts_from(settings.data), Facts()
     if drafter is not None:
         fallback = Facts(target_layer_ids=tuple(drafter.target_layer_ids), mask_token_id=drafter.mask_token_id)
-    dataset = open_dataset(path, facts, fallback=fallback, progress=ScanProgress(path))
+    with facts_are_settings():
+        dataset = open_dataset(path, facts, fallback=fallback, progress=ScanProgress(path))
     _say_notes(dataset)
     return dataset
 
 
 def open_training_data(folders: str | Path | Sequence[str | Path], settings: Settings) -> SampleSource:
     """The dataset in one folder, or several as a mixture with data.weights: what to train on. Raises as `open_data` does,
-    SettingsError for weights that are not one a folder, and ValueError naming all in which the folders disagree."""
+    SettingsError also for weights that are not one a folder, and ValueError naming all in which the folders disagree."""
     paths = [str(folders)] if isinstance(folders, str | Path) else list(map(str, folders))
     if not paths:
         raise SettingsError("data.path: expected a dataset's folder or several, found nothing.")
@@ -54,7 +66,8 @@ def open_training_data(folders: str | Path | Sequence[str | Path], settings: Set
     weights = data.weights or (1.0,) * len(paths)
     if len(paths) == 1 and weights == (1.0,):
         return open_data(paths[0], settings)
-    sources = _open_sources(paths, facts_from(data))
+    with facts_are_settings():
+        sources = _open_sources(paths, facts_from(data))
     refuse_disagreement(sources, settings)
     mixture = Mixture(sources, weights, seed=settings.run.seed)
     _say_notes(mixture)
@@ -75,7 +88,7 @@ def _open_sources(paths: Sequence[str], facts: Facts) -> list[SampleSource]:
     ]
     if missing:
         facts_wanted = list(dict.fromkeys(missing))
-        raise ValueError(
+        raise SettingsError(
             f"data.path: other trainers' files do not say everything; expected {len(facts_wanted)} more settings: "
             f"{'; '.join(facts_wanted)}"
         )
@@ -96,8 +109,21 @@ def _open_sources(paths: Sequence[str], facts: Facts) -> list[SampleSource]:
 
 def _say_notes(dataset: SampleSource) -> None:
     console = make_console(stderr=True)
-    for note in dataset.notes:
+    for note in (*dataset.notes, *_without_blocks(dataset)):
         console.print(note, markup=False, soft_wrap=True)
+
+
+def _without_blocks(dataset: SampleSource) -> list[str]:
+    """A line for each source that has samples which add nothing. Where none of any source does, planning is refused."""
+    if not dataset.eligible_counts.any():
+        return []
+    sources = dataset.sources if isinstance(dataset, Mixture) else (dataset,)
+    return [
+        f"{folder_names(source)}: {empty} of {len(source)} samples have no two supervised tokens side by side, so no draft "
+        "block: they add nothing"
+        for source in sources
+        if (empty := int((source.eligible_counts == 0).sum()))
+    ]
 
 
 class ScanProgress:

@@ -18,7 +18,7 @@ from buffers.manifest import TARGET_FILE
 from buffers.open_dataset import complete, open_dataset, open_folder
 from buffers.raw_sample import RawSample
 from engine.assemble import norm_eps, refuse_unreproduced, text_config
-from engine.data_source import ScanProgress, facts_from
+from engine.data_source import ScanProgress, facts_are_settings, facts_from
 from engine.reading_checks import check_layer_ids, check_norm, some_positions
 from engine.reports import make_console
 from engine.sample_progress import SampleProgress
@@ -38,11 +38,13 @@ def inspect_dataset(path: Path, settings: Settings, *, verify: bool) -> dict[str
     folder = open_folder(path, ScanProgress(path))
     dataset: SampleSource | None
     if folder is None:
-        dataset = open_dataset(path, facts)
+        with facts_are_settings():
+            dataset = open_dataset(path, facts)
         assert isinstance(dataset, Dataset)
         figures = _of_ours(dataset)
     else:
-        figures, dataset = _of_foreign(folder, facts)
+        with facts_are_settings():
+            figures, dataset = _of_foreign(folder, facts)
     figures["verified"] = verify
     if verify:
         figures["samples_not_finite"] = _count_not_finite(dataset if folder is None else folder)
@@ -208,9 +210,14 @@ def _target_tensors(dataset: SampleSource, target: str) -> dict[str, Tensor] | N
 def _warnings(figures: dict[str, Any]) -> list[str]:
     few, strange = figures["samples_under_two_supervised"], figures.get("samples_with_ids_outside_the_vocabulary")
     warnings = []
+    scattered = figures["samples_without_anchor"] - few
     if few:
         warnings.append(
             f"{few} of {figures['samples']} samples have fewer than two supervised tokens: they train nothing"
+        )
+    if scattered:
+        warnings.append(
+            f"{scattered} of {figures['samples']} samples have no two supervised tokens side by side: they train nothing"
         )
     if strange:
         warnings.append(

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from engine.cli import cli
+from engine.cli import run as run_command
 from engine.evaluate import evaluate_drafter
 from engine.planning import show_plan
 from engine.settings import Settings, load_settings
@@ -91,6 +94,40 @@ def test_bad_files_are_left_out_and_listed(target: Path, tmp_path: Path, capsys:
     assert "1 files cannot be used and are left out" in told
     left_out = json.loads((tmp_path / "run" / "left_out.json").read_text())
     assert list(left_out["bad_files"]) == ["rows_0-2000/data_10.ckpt"]
+
+
+def test_samples_without_a_block_are_told_before_anything_is_done_with_them(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(values: dict[str, Any], sample: dict[str, Any]) -> dict[str, Any]:
+        mask = torch.zeros_like(values["loss_mask"])
+        mask[: 1 if len(mask) > 50 else None] = 1
+        return values | {"loss_mask": mask}
+
+    data = write_specforge(tmp_path / "data", change)
+    few = sum(len(sample["input_ids"]) > 50 for sample in truth())
+    line = (
+        f"{data}: {few} of 10 samples have no two supervised tokens side by side, so no draft block: they add nothing"
+    )
+    show_plan(data, settings(data, target, tmp_path))
+    assert line in capsys.readouterr().err
+    mixture = settings(Path(f"{data},{FIXTURES / 'specforge'}"), target, tmp_path, "data.weights=2,1")
+    show_plan(mixture.data.folders, mixture)
+    assert capsys.readouterr().err.splitlines() == [line]
+    train(settings(data, target, tmp_path / "run"), resume=True)
+    assert line in capsys.readouterr().err
+
+
+def test_what_the_settings_do_not_say_is_bad_usage(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, as for any other setting, by every command and for one folder or several."""
+    known = ["--set", f"data.target={target}", "--set", "data.mask_token_id=511"]
+    for folders in ([FIXTURES / "specforge"], [FIXTURES / "specforge", FIXTURES / "deepspec"]):
+        assert run_command(cli, ["plan", *map(str, folders), *known]) == 2
+        assert "data.target_layer_ids" in capsys.readouterr().err
+    given = ["--target", str(target), "--mask-token-id", "511", "--target-layer-ids", "1,2,9"]
+    for command in (["inspect", str(FIXTURES / "specforge")], ["convert", str(FIXTURES / "specforge"), "unused"]):
+        assert run_command(cli, ["data", *command, *given]) == 2
+        assert "different layers of 0..4" in capsys.readouterr().err
 
 
 def test_plan(target: Path, tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from buffers.dataset import Dataset
 from engine.inspection import inspect_dataset
 from engine.settings import Settings
+from tests.dataset_helpers import rewrite_shard
 from tests.run_helpers import LENGTHS, training_dataset
 
 
@@ -51,6 +53,19 @@ def test_samples_that_train_nothing_are_counted(tmp_path: Path) -> None:
     figures = inspect_dataset(data, Settings(), verify=False)
     assert figures["samples_without_anchor"] == figures["samples_under_two_supervised"] == 2
     assert "2 of 3 samples have fewer than two supervised tokens: they train nothing" in figures["warnings"]
+
+
+def test_samples_whose_supervised_tokens_are_no_neighbours_are_counted(tmp_path: Path) -> None:
+    data = training_dataset(tmp_path / "data", (1, 40, 40))
+
+    def change(tensors: dict[str, Any]) -> None:
+        tensors["loss_mask"][1:41] = 0
+        tensors["loss_mask"][[3, 9, 20]] = 1
+
+    rewrite_shard(data, change)
+    figures = inspect_dataset(data, Settings(), verify=False)
+    assert (figures["samples_without_anchor"], figures["samples_under_two_supervised"]) == (2, 1)
+    assert "1 of 3 samples have no two supervised tokens side by side: they train nothing" in figures["warnings"]
 
 
 def test_samples_that_are_not_finite_are_counted(tmp_path: Path) -> None:
