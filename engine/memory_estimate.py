@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from buffers.arena import packed_size
-from buffers.batching import batch_specs
+from buffers.filling import batch_specs
 from buffers.shapes import Bucket
 from engine.drafter_config import DrafterConfig
 from engine.params import ParamArena
