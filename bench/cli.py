@@ -21,11 +21,13 @@ def bench() -> None:
 @workload_option
 @click.option("--compiled/--no-compiled", default=True, show_default=True, help="Time torch.compile's step too.")
 @click.option("--whole/--no-whole", default=True, show_default=True, help="Time whole steps and the update too.")
+@click.option("--recompute", is_flag=True, help="Time all modes of model.recompute, under triton and flex, too.")
 @measure_options(20)
 def step(
     workloads: Sequence[str],
     compiled: bool,
     whole: bool,
+    recompute: bool,
     config: str | None,
     overrides: Sequence[str],
     repeats: int,
@@ -43,7 +45,14 @@ def step(
     from bench.step import run as run_step
 
     figures = run_step(
-        settings, workloads=workloads, repeats=repeats, compiled=compiled, whole=whole, out=out, plot=plot
+        settings,
+        workloads=workloads,
+        repeats=repeats,
+        compiled=compiled,
+        whole=whole,
+        recompute=recompute,
+        out=out,
+        plot=plot,
     )
     echo_json(figures, as_json)
 

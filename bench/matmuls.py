@@ -14,7 +14,8 @@ def step_matmuls(config: DrafterConfig, bucket: Bucket) -> list[tuple[int, int, 
     """(count, M, N, K) of every matmul of forward and backward over a batch; attention is not among them.
 
     A trained weight [O, I] over R rows takes [R, O, I] forward, [R, I, O] for the input gradient, [O, I, R] for its own; fc
-    needs no input gradient, the frozen head over slots 1..K-1 no weight gradient.
+    needs no input gradient, the frozen head over slots 1..K-1 no weight gradient. Every layer counts whole: the engine's own
+    short cuts (mask slots of the first layer once, no slot 0 behind the last attention) are not taken off.
     """
     D, E, layers = config.hidden_size, config.head_dim, config.num_hidden_layers
     HE, GE, inter = config.num_attention_heads * E, config.num_key_value_heads * E, config.intermediate_size

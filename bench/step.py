@@ -16,6 +16,7 @@ from bench.matmuls import bare_matmul_graph
 from bench.plain_torch import CompiledStep
 from bench.plots import check_plot, plot_bars
 from bench.ratios import CPU_NOTE, without_speeds
+from bench.recompute import print_modes, recompute_modes
 from bench.subjects import Subject, dataset_subjects, trained_from_disk, workload_subject
 from bench.temporary_data import samples_that_fit, temporary_samples
 from bench.timed_step import measure_step
@@ -25,6 +26,7 @@ from bench.workloads import Workload, chosen_workloads
 from engine.assemble import resolve_device
 from engine.reports import make_console, print_table
 from engine.settings import Settings
+from engine.settings_fields import SettingsError
 
 TURNS = 4
 # L2 distance of the whole gradient, relative: bf16 rounds at other places when it is compiled, fp32 sums in another order, fp8
@@ -39,10 +41,12 @@ def run(
     repeats: int = 20,
     compiled: bool = True,
     whole: bool = True,
+    recompute: bool = False,
     out: Path | None = None,
     plot: Path | None = None,
 ) -> dict[str, Any]:
     """Measures and prints; returns (and writes to `out`) a record a workload, or a bucket of data.path without workloads.
+    recompute: with every mode of model.recompute under every attention, of a workload.
 
     Raises ValueError when a comparison fails, SettingsError for a workload too large for the CPU.
     """
@@ -50,12 +54,17 @@ def run(
     device = resolve_device(settings.run.device)
     rows: list[dict[str, Any]] = []
     if settings.data.path and not workloads:
+        if recompute:
+            raise SettingsError("--recompute: expected a named workload, found data.path; add --workload")
         rows += _dataset(settings, device, repeats, compiled, whole)
     else:
         for workload in chosen_workloads(workloads, device, default=("W1", "W2", "W3")):
             rows.append(_workload(workload, settings, device, repeats, compiled, whole))
-            # What is measured is not lost when a later workload fails.
-            write_result({"where": provenance(), "steps": rows}, out)
+            if recompute:
+                rows[-1]["recompute_modes"] = recompute_modes(workload, settings, device, repeats)
+            if device.type == "cuda":
+                # What is measured is not lost when a later workload fails.
+                write_result({"where": provenance(), "steps": rows}, out)
     ceiling = matmul_tflops(device) if device.type == "cuda" else None
     for row in rows:
         row["matmul_ceiling_share"] = row["tflops"] / ceiling if ceiling else None
@@ -63,6 +72,8 @@ def run(
     if device.type == "cpu":
         figures |= {"note": CPU_NOTE, "steps": [without_speeds(row) for row in rows]}
     _print(figures)
+    if recompute:
+        print_modes((row["workload"], mode) for row in figures["steps"] for mode in row["recompute_modes"])
     write_result(figures, out)
     if plot is not None:
         _plot(figures, plot)
@@ -223,7 +234,7 @@ def _print(figures: dict[str, Any]) -> None:
 def _plot(figures: dict[str, Any], plot: Path) -> None:
     rows, cuda = figures["steps"], figures["where"]["gpu"] is not None
     names = [row.get("workload", row["bucket"]) for row in rows]
-    series = {"whole / (forward + backward)": [row.get("whole_over_forward_backward", 0.0) for row in rows]}
+    series = {"whole / (forward + backward)": [row.get("whole_over_forward_backward") for row in rows]}
     if cuda:
         series = {
             name: [None if row.get(f"{key}_ms") is None else row[f"{key}_ms"] / row["replay_ms"] for row in rows]

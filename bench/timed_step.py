@@ -66,6 +66,8 @@ def measure_step(subject: Subject, repeats: int) -> dict[str, Any]:
         "K": bucket.K,
         "how": subject.report.how,
         "attention": engine.ops.name,
+        "precision": engine.precision,
+        "recompute": engine.drafter.recompute,
         "equals_eager": True,
         "replay_ms": replay_ms,
         "replay_spread": spread(replay),

@@ -12,6 +12,7 @@ from bench import step, workloads
 from bench.cli import main
 from bench.plain_torch import CompiledStep
 from bench.ratios import CPU_NOTE
+from bench.recompute import difference
 from bench.subjects import workload_subject
 from bench.workloads import WORKLOADS
 from engine.engine import Engine
@@ -52,6 +53,27 @@ def test_every_bucket_of_the_settings_dataset(tmp_path: Path) -> None:
     assert [row["bucket"] for row in rows] == ["1x128x32", "1x256x32"]
     assert all(row["whole_over_forward_backward"] > 0 for row in rows)
     assert [row["compiled_skipped"] for row in rows] == ["--no-compiled"] * 2
+
+
+def test_modes_of_recompute(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = measure("model.recompute=mlp", whole=False, recompute=True)["steps"]
+    assert (row["attention"], row["precision"], row["recompute"]) == ("reference", "fp32", "mlp")
+    none, *others = row["recompute_modes"]
+    assert none["recompute"] == "none" and none["replay_ms"] is None
+    assert [mode["recompute"] for mode in others] == ["mlp", "layer"]
+    for mode in others:
+        assert (mode["attention"], mode["differs_by"]) == ("reference", 0.0)
+        assert mode["time_over_none"] > 0 and mode["replay_ms"] is mode["held_gib"] is None
+    assert "model.recompute" in capsys.readouterr().out
+
+
+def test_no_speed_is_shown_when_a_mode_has_another_gradient() -> None:
+    expected = torch.arange(8.0)
+    assert difference("tiny", "layer", expected, expected, "fp32") == 0.0
+    with pytest.raises(ValueError, match="tiny: the gradient with recompute = layer differs .* by 1.0e-01 .*no speed"):
+        difference("tiny", "layer", expected * 1.1, expected, "fp32")
+    with pytest.raises(ValueError, match="differs .* by nan"):
+        difference("tiny", "layer", expected * float("nan"), expected, "fp32")
 
 
 def test_no_speed_is_shown_when_the_replay_differs(
@@ -107,6 +129,8 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         measure(workloads=("W1",))
     with pytest.raises(SettingsError, match="kl_weight: expected 0 for a named workload, which has no last_hidden"):
         measure("objective.kl_weight=1")
+    with pytest.raises(SettingsError, match="--recompute: expected a named workload, found data.path"):
+        measure(f"data.path={tmp_path}", recompute=True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SettingsError, match="--plot: expected matplotlib, found none"):
         measure(plot=tmp_path / "x.png")
