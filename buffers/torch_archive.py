@@ -10,6 +10,7 @@ import io
 import pickle
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ GZIP_MAGIC, ZIP_MAGIC = b"\x1f\x8b", b"PK\x03\x04"
 # bf16 hidden states shrink to about three quarters; much more is no data of ours.
 GZIP_RATIO = 256
 _PICKLE_BYTES = 1 << 24
+# What gzip raises for a stream that was damaged: zlib's own error is none of the others.
+_GZIP_ERRORS = (OSError, EOFError, ValueError, zlib.error)
 
 
 def load_archive(file: Path) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def gzip_holds_archive(file: Path) -> bool:
     try:
         with gzip.open(file) as stream:
             return stream.read(4) == ZIP_MAGIC
-    except (OSError, EOFError):
+    except _GZIP_ERRORS:
         return False
 
 
@@ -68,7 +71,7 @@ def _decompress(file: Path) -> bytes:
     try:
         with gzip.open(file) as unpacked:
             content = unpacked.read(limit + 1)
-    except (OSError, EOFError, ValueError) as error:
+    except _GZIP_ERRORS as error:
         raise ValueError(f"expected a whole gzip file, found a damaged one ({_short(error)})") from error
     if len(content) > limit or told > limit:
         raise ValueError(f"expected gzip data of at most {limit} bytes, found more ({told} by its trailer)")

@@ -44,6 +44,7 @@ def changed(**values: Any) -> dict[str, Any]:
 def damages(tmp_path: Path) -> dict[str, tuple[bytes, str]]:
     """Content of data_4.ckpt -> the reason that is given for it."""
     whole = (FIXTURES / "specforge" / "rows_4-8" / "data_4.ckpt").read_bytes()
+    packed = gzip.compress(whole)
     T, hidden = 31, truth()[4]["hidden_states"]
     meta = torch.ones(T, 192, dtype=torch.bfloat16, device="meta")
     ids, mask = truth()[4]["input_ids"], truth()[4]["loss_mask"]
@@ -52,6 +53,8 @@ def damages(tmp_path: Path) -> dict[str, tuple[bytes, str]]:
         "text": (b"hello", "expected a file of torch.save, found other content"),
         "truncated": (whole[: len(whole) // 2], "found a truncated or damaged one"),
         "truncated gz": (gzip.compress(whole)[:900], "expected a whole gzip file, found a damaged one"),
+        # The deflate stream itself: zlib's own error, which gzip passes on.
+        "damaged gz": (packed[:40] + bytes(40) + packed[80:], "expected a whole gzip file, found a damaged one"),
         "bomb": (gzip.compress(b"PK\x03\x04" + bytes(9_000_000)), "expected gzip data of at most"),
         "code": (archive({"input_ids": Code(tmp_path / "ran")}), "and could run code. It was not opened"),
         "code gz": (archive({"input_ids": Code(tmp_path / "ran")}, packed=True), "could run code"),
@@ -87,7 +90,7 @@ def test_every_bad_file_is_named_with_its_reason(target: Path, tmp_path: Path) -
         ValueError, match=rf"{len(expected)} of {10 + len(expected)} samples cannot be used: rows_4-8/data_100.ckpt"
     ) as error:
         open_dataset(folder, facts(target))
-    assert "and 20 more" in str(error.value) and "set data.on_bad_file to skip" in str(error.value)
+    assert "and 21 more" in str(error.value) and "set data.on_bad_file to skip" in str(error.value)
     assert "\n" not in str(error.value)
     dataset = open_dataset(folder, facts(target, on_bad_file="skip"))
     assert len(dataset) == 10
