@@ -10,7 +10,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 from torch import Tensor
 
 from buffers.manifest import (
@@ -24,6 +23,7 @@ from buffers.manifest import (
     mask_length_error,
     publish,
     sha256,
+    write_safetensors,
     wrong_width_error,
 )
 
@@ -235,7 +235,7 @@ class DatasetWriter:
 
 def _save(file: Path, tensors: dict[str, Tensor]) -> None:
     temporary = file.with_name(file.name + ".tmp")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(temporary))
+    write_safetensors(temporary, {name: tensor.contiguous() for name, tensor in tensors.items()})
     publish(temporary, file)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 FORMAT_VERSION = 1
 MANIFEST = "dataset.json"
@@ -141,6 +143,14 @@ def open_safetensors(file: Path) -> Any:
             f"expected a safetensors file in {file}, found one that cannot be read: truncated or half-written "
             f"({error}). Copy it or write it again."
         ) from error
+
+
+def write_safetensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write contiguous tensors on the host. Raises OSError when it cannot be written, on a full disk for one."""
+    try:
+        save_file(tensors, str(file), metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"could not write {file}: {error}. Make room or choose another folder.") from error
 
 
 def make_readable(file: Path) -> None:

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from buffers.filling import all_finite
-from buffers.manifest import make_readable
+from buffers.manifest import make_readable, write_safetensors
 from engine.drafter_config import DrafterConfig
 from engine.engine import Engine
 from engine.metrics import MetricSums
@@ -75,7 +74,7 @@ def save_checkpoint(root: Path, engine: Engine, position: Position, *, keep: int
     def write(into: Path) -> None:
         on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         _refuse_nonfinite(folder, on_host)
-        _save(on_host, into / TRAINING_FILE)
+        write_safetensors(into / TRAINING_FILE, on_host, {"format": "pt"})
         (into / STATE_FILE).write_text(json.dumps(state, indent=1))
 
     for unfinished in root.glob(".step-*"):
@@ -170,7 +169,7 @@ def save_drafter(
         # To the host first: a conversion on the device would allocate there, in the middle of training.
         tensors = {name: tensor.detach().cpu().to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
         _refuse_nonfinite(folder, tensors)
-        _save(tensors, into / WEIGHTS_FILE)
+        write_safetensors(into / WEIGHTS_FILE, tensors, {"format": "pt"})
         (into / CONFIG_FILE).write_text(json.dumps(written, indent=2) + "\n")
         for name, content in (beside or {}).items():
             (into / name).write_text(json.dumps(content, indent=1) + "\n")
@@ -187,7 +186,7 @@ def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
     temporary.mkdir()
     try:
         write(temporary)
-    except Exception:
+    except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     for path in temporary.iterdir():
@@ -223,14 +222,6 @@ def _training_tensors(engine: Engine) -> dict[str, Tensor]:
         "metrics.sums": engine.metrics.sums,
         "metrics.slots": engine.metrics.slots,
     }
-
-
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
-    try:
-        save_file(tensors, file, metadata={"format": "pt"})
-    except SafetensorError as error:
-        # A full disk, for one: what a user can mend, as other failures to write are.
-        raise OSError(f"could not write {file}: {error}") from error
 
 
 def _refuse_nonfinite(where: Path, tensors: dict[str, Tensor]) -> None:

@@ -6,7 +6,7 @@ work print for people and return their figures as a plain dictionary; `--json` p
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -23,7 +23,9 @@ from engine.cli_options import (
     require_data,
     set_option,
 )
+from engine.failures import message_of
 from engine.graphs_cli import graphs
+from engine.interrupts import noting_interrupts
 from engine.settings import load_settings
 from engine.settings_fields import SettingsError
 
@@ -236,9 +238,18 @@ def run(group: click.Group, args: Sequence[str] | None = None) -> int:
     Errors that a user can mend (ValueError, OSError, MemoryError and what is derived from them, a failed capture, a full
     GPU) become one line on stderr. Anything else is a fault of ours and keeps its traceback.
     """
+    try:
+        with noting_interrupts() as interrupted:
+            return _run(group, list(sys.argv[1:] if args is None else args), interrupted)
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        return EXIT_INTERRUPTED
+
+
+def _run(group: click.Group, args: list[str], interrupted: Callable[[], bool]) -> int:
     traceback = False
     try:
-        with group.make_context(PROGRAM, list(sys.argv[1:] if args is None else args)) as context:
+        with group.make_context(PROGRAM, args) as context:
             traceback = context.params["traceback"]
             code = group.invoke(context)
         return code if isinstance(code, int) else 0
@@ -252,39 +263,15 @@ def run(group: click.Group, args: Sequence[str] | None = None) -> int:
         hint = f" See `{used.command_path} --help`." if used is not None else ""
         click.echo(f"error: {_one_line(error.format_message())}{hint}", err=True)
         return error.exit_code
-    except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        return EXIT_INTERRUPTED
     except Exception as error:
-        message = _message(error)
+        if interrupted():
+            # Ctrl-C came while a library was at work that made an error of its own of it.
+            raise KeyboardInterrupt from error
+        message = message_of(error)
         if traceback or message is None:
             raise
         click.echo(f"error: {_one_line(message) or type(error).__name__}", err=True)
         return EXIT_USAGE if isinstance(error, SettingsError) else EXIT_FAILED
-
-
-def _message(error: Exception) -> str | None:
-    """What to tell about an error that a user can mend; None for a fault of ours."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}."
-    if isinstance(error, ValueError | OSError | MemoryError):
-        return str(error)
-    if isinstance(error, RuntimeError):
-        # Whoever raised these has loaded torch already.
-        from torch import OutOfMemoryError
-
-        from graphs.executor import CaptureError
-
-        if isinstance(error, CaptureError):
-            return str(error)
-        # The CPU's allocator has no type of its own for a full memory.
-        full = ("can't allocate memory", "Storage size calculation overflowed")
-        if isinstance(error, OutOfMemoryError) or any(words in str(error) for words in full):
-            return (
-                f"{str(error).splitlines()[0]} Lower buckets.token_budget, buckets.num_anchors or model.head_chunk, or free "
-                "memory that other processes hold."
-            )
-    return None
 
 
 def _one_line(text: str) -> str:

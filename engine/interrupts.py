@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -35,3 +36,26 @@ class Interrupts:
             raise KeyboardInterrupt
         self.seen = True
         self._say("stopping after this step, with a checkpoint; a second Ctrl-C ends at once, without one")
+
+
+@contextmanager
+def noting_interrupts() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C raises KeyboardInterrupt as ever; what the context gives tells whether it has come. Code in C in which it arrives
+    may raise an error of its own instead."""
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        raise KeyboardInterrupt
+
+    # Only the main thread may set handlers; one that somebody else has set, or turned off, stays.
+    ours = threading.current_thread() is threading.main_thread()
+    ours = ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: came
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

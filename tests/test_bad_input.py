@@ -1,5 +1,6 @@
 """Bad input on the command line: an exit code, one line that says what was expected, found and to do, nothing written."""
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from engine.drafter_config import DrafterConfig
 from engine.params import initial_parameters
 from graphs.executor import CallExecutor, GraphExecutor
 from tests.dataset_helpers import rewrite_manifest, rewrite_shard
+from tests.foreign_helpers import FIXTURES, write_target
 from tests.run_helpers import SETTINGS, TARGET_CONFIG, files_under, training_dataset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -428,19 +430,35 @@ def test_out_of_gpu_memory_while_the_parameters_are_placed(
     assert "Lower buckets.token_budget, buckets.num_anchors or model.head_chunk" in line
 
 
+@pytest.mark.parametrize("command", ["train", "convert"])
 def test_a_disk_that_is_full(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from safetensors import SafetensorError
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise SafetensorError('I/O error: Os { code: 28, kind: StorageFull, message: "No space left on device" }')
 
-    data = training_dataset(tmp_path / "data", FEW)
-    monkeypatch.setattr("engine.checkpoint.save_file", full)
-    assert main(commands_on(data, tmp_path)["train"]) == 1
+    data, target = training_dataset(tmp_path / "data", FEW), write_target(tmp_path / "target")
+    facts = ["--target", str(target), "--target-layer-ids", "1,2,3", "--mask-token-id", "511"]
+    convert = ["data", "convert", str(FIXTURES / "specforge"), str(tmp_path / "out"), *facts]
+    monkeypatch.setattr("buffers.manifest.save_file", full)
+    assert main(convert if command == "convert" else commands_on(data, tmp_path)["train"]) == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("error: could not write ") and "No space left on device" in line
+
+
+def test_a_disk_that_is_full_while_text_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    data = training_dataset(tmp_path / "data", FEW)
+    monkeypatch.setattr("engine.reports.MetricsLog.write", full)
+    assert main(commands_on(data, tmp_path)["train"]) == 1
+    expected = "error: could not write: No space left on device. Make room there; the same command goes on."
+    assert capsys.readouterr().err.splitlines()[-1] == expected
 
 
 def test_other_faults_keep_their_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,3 +512,6 @@ def test_more_memory_than_there_is(tmp_path: Path, fails: Fails) -> None:
     args = commands_on(data, tmp_path)["train"]
     line = fails([*args, "--set", "model.intermediate_size=2000000000", "--set", "model.head_dim=2000000000"])
     assert "Lower buckets.token_budget" in line
+    assert "the memory of this machine is full. Lower" in fails(
+        [*args, "--set", "model.num_hidden_layers=100000000000"]
+    )

@@ -1,6 +1,7 @@
 """The command line: help without torch, exit codes, one line for an error, JSON last. The work itself is replaced."""
 
 import json
+import signal
 import subprocess
 import sys
 import types
@@ -103,6 +104,21 @@ def test_json_is_the_last_line(command: str, replace: Replace, capsys: pytest.Ca
     assert capsys.readouterr().out == "for people\n"
     assert main([*args, "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"loss": 1.5}
+
+
+def test_ctrl_c_that_a_library_turned_into_an_error_of_its_own(
+    replace: Replace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(*args: object, **kwargs: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape of an object") from None
+
+    args = replace("plan", work)
+    assert main(args) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_settings_reach_the_training(replace: Replace, tmp_path: Path) -> None:
