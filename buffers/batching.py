@@ -123,6 +123,11 @@ class BatchPlan:
         # The loader asks for an epoch first, the training loop for the same one a little later.
         self._latest: tuple[int, list[Batch]] | None = None
 
+    @property
+    def epochs_alike(self) -> bool:
+        """Whether every whole epoch has as many batches."""
+        return not self.packed and self._taking_part(0) is None
+
     def batch_count(self, epoch: int) -> int:
         """Batches of the whole epoch. Packed rows have to be packed for it."""
         if self.packed:

@@ -62,6 +62,10 @@ def count_steps(plan: BatchPlan, *, start: Position, epochs: int, accumulation: 
     """Optimizer steps that will have been done at the end, those before `start` included."""
     left = len(plan.epoch(start.epoch, set(start.consumed) or None)) if start.epoch < epochs else 0
     steps = start.step + -(-left // accumulation)
+    if plan.epochs_alike:
+        # At once, however many: somebody may mean "until Ctrl-C".
+        steps += max(0, epochs - start.epoch - 1) * -(-plan.batch_count(start.epoch + 1) // accumulation)
+        epochs = 0
     for epoch in range(start.epoch + 1, epochs):
         if max_steps and steps >= max_steps:
             break

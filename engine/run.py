@@ -247,6 +247,11 @@ class TrainingRun:
                 self.held_out.go_on()
             self._say(f"going on from {saved}")
         self.progress: Progress = Progress(self.start)
+        epochs_left = run.epochs - self.start.epoch
+        if epochs_left > 100 and not (run.max_steps or self.batch_plan.epochs_alike):
+            self._say(
+                f"counting the steps of {epochs_left:,} epochs, each of its own samples or rows; run.max_steps bounds them"
+            )
         self.total_steps = count_steps(
             self.batch_plan,
             start=self.start,

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,6 +172,15 @@ def test_steps_are_counted_as_they_are_taken_from_any_place(sources: list[Datase
         here = Position(done, epoch, tuple(consumed), start.data)
         assert count_steps(plan, start=here, epochs=4, accumulation=accumulation) == total
         assert list(training_steps(plan, start=here, total_steps=total, accumulation=accumulation)) == steps[done:]
+
+
+def test_epochs_without_end_are_counted_at_once(tmp_path: Path) -> None:
+    data = Dataset(write_dataset(tmp_path / "one", [30, 40, 100]).path)
+    plan = BatchPlan(data.lengths, [Bucket(1, 128, 32, 4)], seed=0)
+    arguments: dict[str, Any] = {"start": beginning(data, plan), "accumulation": 2}
+    assert count_steps(plan, epochs=2**63 - 1, **arguments) == 2 * (2**63 - 1)
+    assert count_steps(plan, epochs=2**63 - 1, max_steps=7, **arguments) == 7
+    assert count_steps(plan, epochs=1, **arguments) == 2
 
 
 def test_an_epoch_may_be_empty(tmp_path: Path) -> None:
