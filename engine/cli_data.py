@@ -46,9 +46,16 @@ def facts_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--verify", is_flag=True, help="Read every byte: sha256 against the manifest, hidden states for NaN and infinity."
 )
+@click.option(
+    "--recompute",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Run the whole target over N samples (extra hf) and tell of every tap which layer it is.",
+)
 @facts_options
 @json_option
-def data_inspect(path: tuple[Path, ...], verify: bool, as_json: bool, settings: Settings) -> None:
+def data_inspect(path: tuple[Path, ...], verify: bool, recompute: int, as_json: bool, settings: Settings) -> None:
     """Check the dataset in the folder PATH, and show its target, sizes and lengths, its bad files and what seems wrong.
 
     PATH holds a dataset of ours, or hidden states of SpecForge, speculators, Model-Optimizer or DeepSpec. With the
@@ -59,11 +66,11 @@ def data_inspect(path: tuple[Path, ...], verify: bool, as_json: bool, settings: 
     from engine.inspection import inspect_dataset
 
     if len(path) == 1:
-        figures = inspect_dataset(path[0], settings, verify=verify)
+        figures = inspect_dataset(path[0], settings, verify=verify, recompute=recompute)
     else:
         from engine.mixture_inspection import inspect_mixture
 
-        figures = inspect_mixture(path, settings, verify=verify)
+        figures = inspect_mixture(path, settings, verify=verify, recompute=recompute)
     echo_json(figures, as_json)
     if figures.get("bad_files") or figures.get("cannot_be_mixed"):
         click.get_current_context().exit(EXIT_FAILED)

@@ -20,19 +20,22 @@ from buffers.raw_sample import RawSample
 from engine.assemble import norm_eps, refuse_unreproduced, text_config
 from engine.data_source import ScanProgress, facts_are_settings, facts_from
 from engine.reading_checks import check_layer_ids, check_norm, some_positions
+from engine.recomputation import recompute as recompute_samples
 from engine.reports import make_console
 from engine.sample_progress import SampleProgress
 from engine.settings import Settings
+from engine.settings_fields import SettingsError
 
 # Fewer supervised tokens leave no place for an anchor.
 _FEWEST = 2
 
 
-def inspect_dataset(path: Path, settings: Settings, *, verify: bool) -> dict[str, Any]:
+def inspect_dataset(path: Path, settings: Settings, *, verify: bool, recompute: int = 0) -> dict[str, Any]:
     """Prints a summary and returns it: sizes and lengths, files that cannot be used with their reasons, and warnings.
 
-    verify: reads every byte, against the manifest's sha256 where there is one, and counts samples with NaN or infinity. Raises
-    ValueError for a folder that is no dataset, or a damaged one of ours.
+    verify: reads every byte, against the manifest's sha256 where there is one, and counts samples with NaN or infinity.
+    recompute: samples over which the target is run again. Raises ValueError for a folder that is no dataset, a damaged one of
+    ours, or a target that cannot be run.
     """
     facts = facts_from(settings.data)
     folder = open_folder(path, ScanProgress(path))
@@ -52,6 +55,8 @@ def inspect_dataset(path: Path, settings: Settings, *, verify: bool) -> dict[str
     if folder is not None and facts.last_hidden_norm == "auto" and NORM_OF_FORMAT[folder.format] is None:
         recorded = None  # what was put in its place is a guess
     figures |= _checks(dataset, settings.data.target, recorded)
+    if recompute:
+        figures |= _recomputed(dataset, settings.data.target, recompute, recorded, figures)
     figures["warnings"] += _warnings(figures)
     _show(figures)
     return figures
@@ -185,6 +190,22 @@ def _checks(dataset: SampleSource | None, target: str, recorded: str | None) -> 
     return figures
 
 
+def _recomputed(
+    dataset: SampleSource | None, target: str, samples: int, recorded: str | None, so_far: dict[str, Any]
+) -> dict[str, Any]:
+    """What running the target over samples says of the taps, in place of what the numbers alone can."""
+    if dataset is None or not len(dataset):
+        missing = "; ".join(so_far["missing_settings"])
+        raise SettingsError(
+            f"--recompute: expected data.target and data.target_layer_ids, found missing: {missing}. Any layer ids of the "
+            "right number will do: the right ones are told."
+        )
+    found = recompute_samples(dataset, target or dataset.info.target_name, samples, recorded_norm=recorded)
+    wrong = sum(tap["is"] != tap["recorded"] for tap in found["taps"])
+    verdict = f"{wrong} taps are not of the layers recorded" if wrong else "every tap is of the layer recorded"
+    return {"layer_ids": verdict, "warnings": so_far["warnings"] + found.pop("warnings"), "recomputed": found}
+
+
 def _target_tensors(dataset: SampleSource, target: str) -> dict[str, Tensor] | None:
     """Those of data.target, or of the dataset itself; None when neither has any."""
     if target and any(Path(target).glob("*.safetensors")):
@@ -239,6 +260,11 @@ def _show(figures: dict[str, Any]) -> None:
         if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
             for item in value:
                 line(name, item)
+        elif name == "recomputed":
+            line("recomputed_samples", value["samples"])
+            for tap in value["taps"]:
+                line(f"tap_of_layer_{tap['recorded']}_is", f"{tap['is']}, {tap['distance']:.4f} of its length away")
+            line("last_hidden_distance", value["last_hidden"])
         elif name == "bad_files":
             line(name, len(value))
             for file, reason in value.items():

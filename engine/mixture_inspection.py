@@ -12,14 +12,14 @@ from engine.reports import make_console
 from engine.settings import Settings
 
 
-def inspect_mixture(folders: Sequence[Path], settings: Settings, *, verify: bool) -> dict[str, Any]:
+def inspect_mixture(folders: Sequence[Path], settings: Settings, *, verify: bool, recompute: int = 0) -> dict[str, Any]:
     """Prints and returns what `inspect_dataset` finds of each folder, under "datasets"; "bad_files" has those of all, and
     "cannot_be_mixed" the reason, None when they can be. Raises ValueError for a folder that is no dataset."""
     console = make_console()
     datasets: dict[str, dict[str, Any]] = {}
     for folder in folders:
         console.print(f"{folder}:", markup=False, soft_wrap=True)
-        datasets[str(folder)] = inspect_dataset(folder, settings, verify=verify)
+        datasets[str(folder)] = inspect_dataset(folder, settings, verify=verify, recompute=recompute)
     bad_files = {
         str(Path(folder) / name): reason
         for folder, figures in datasets.items()
