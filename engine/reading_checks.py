@@ -136,7 +136,10 @@ def check_layer_ids(
         return {"verdict": "wrong", "warning": f"the tap {told}: {hint}"}
     if found:
         return {"verdict": f"the tap of layer {final} is the last layer's", "warning": ""}
-    return {"verdict": "cannot be told: no tap is of the last layer, or there is no last_hidden", "warning": ""}
+    return {
+        "verdict": "cannot be told from the numbers: no tap is of the last layer, or there is no last_hidden; see --recompute",
+        "warning": "",
+    }
 
 
 def _differs(found: Tensor, expected: Tensor) -> float:

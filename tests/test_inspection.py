@@ -40,7 +40,7 @@ def test_what_a_dataset_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "bad_files": {},
         "verified": True,
         "samples_not_finite": 0,
-        "layer_ids": "cannot be told: no tap is of the last layer, or there is no last_hidden",
+        "layer_ids": "cannot be told from the numbers: no tap is of the last layer, or there is no last_hidden; see --recompute",
         "warnings": [figures["warnings"][0]],
     }
     assert "last_hidden does not predict the next token" in figures["warnings"][0]
