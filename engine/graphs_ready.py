@@ -10,11 +10,12 @@ import torch
 from buffers.batching import Batch
 from buffers.shapes import Bucket
 from engine.engine import Engine
+from engine.engine_buffers import engine_buffers
 from engine.graphs_record import record_of
 from engine.laps import Laps
 from engine.settings import Settings
 from engine.verification import verify_buckets
-from graphs.fingerprint import Fingerprint
+from graphs.fingerprint import BUFFERS, Fingerprint, addresses
 from graphs.guards import kernels_compiled
 from graphs.record import Record, RecordError, read_record, write_record
 
@@ -37,6 +38,7 @@ def make_ready(
     that bucket. Writes graphs.json into run.output and returns what it holds; milliseconds come from an earlier one under the
     same fingerprints. Raises CaptureError."""
     folder = Path(settings.run.output)
+    fingerprints = {bucket: found.with_field(BUFFERS, generation) for bucket, found in fingerprints.items()}
     compiled = kernels_compiled()
     reports = engine.build()
     laps.end("capture", of_it=sum(report.warm_up_s for report in reports), other="compile")
@@ -67,3 +69,19 @@ def known_record(folder: Path, say: Say) -> Record | None:
     except RecordError as error:
         say(str(error))
         return None
+
+
+def lasting_addresses(engine: Engine) -> Fingerprint:
+    """Where everything lies that outlives a generation and that its graphs hold on to."""
+    return addresses((table, tensors) for table, tensors in engine_buffers(engine) if not table.startswith("tables"))
+
+
+def refuse_moved(engine: Engine, captured: Fingerprint) -> None:
+    """Raises ValueError naming the buffers that have moved since `captured` was taken: a replay would read and write memory
+    that is no longer theirs."""
+    moved = lasting_addresses(engine).changes(captured)
+    if moved:
+        raise ValueError(
+            f"expected every buffer where the graphs were captured, found others: {'; '.join(map(str, moved[:3]))}; write into "
+            "them in place"
+        )

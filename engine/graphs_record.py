@@ -36,17 +36,20 @@ def record_of(
     it has the same fingerprint there."""
     reports = list(reports)
     figures = {r.name: GraphFigures(r.name, r.nodes, r.pool_mib, r.exec_mib, r.warm_up_s, r.capture_s) for r in reports}
-    how = {r.name: r.how for r in reports}
+    by_name = {r.name: r for r in reports}
     buckets = []
     for bucket, fingerprint in fingerprints.items():
         names = [f"{kind} {bucket.name}" for kind in KINDS]
+        first, outcome = next(by_name[name] for name in names if name in by_name), verified[bucket]
+        graphs = tuple(figures.pop(name) for name in names if name in figures)
         record = BucketRecord(
             bucket=bucket.name,
             fingerprint=fingerprint,
-            how=how.get(names[0], how.get(names[-1], "")),
-            graphs=tuple(figures.pop(name) for name in names if name in figures),
-            verified=verified[bucket].how,
-            verify_s=verified[bucket].seconds,
+            how="called" if outcome.refused else first.how,
+            why=outcome.how if outcome.refused else first.why,
+            graphs=() if outcome.refused else graphs,
+            verified="" if outcome.refused else outcome.how,
+            verify_s=outcome.seconds,
             estimate_mib=(estimates_mib or {}).get(bucket),
         )
         buckets.append(_with_times(record, earlier))
@@ -93,6 +96,7 @@ def bucket_figures(bucket: BucketRecord) -> dict[str, Any]:
     return {
         "bucket": bucket.bucket,
         "how": bucket.how,
+        "why": bucket.why,
         "fingerprint": bucket.fingerprint.digest,
         "graphs": [graph.name for graph in bucket.graphs],
         "nodes": sum(nodes) if nodes else None,
@@ -134,6 +138,9 @@ def print_record(record: Record, console: Console) -> None:
         ("bucket", "step", *(name for name, _, _ in columns), "replay and eager", "worth it"),
         (cells(bucket_figures(bucket)) for bucket in reversed(record.buckets)),
     )
+    for bucket in record.buckets:
+        if bucket.why:
+            console.print(f"{bucket.bucket} is {bucket.how}: {bucket.why}", markup=False, soft_wrap=True)
     if record.phases_s:
         told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in record.phases_s)
         console.print(f"seconds: {told}", markup=False, soft_wrap=True)

@@ -33,7 +33,7 @@ from engine.data_source import open_training_data
 from engine.engine import Engine
 from engine.engine_buffers import engine_buffers
 from engine.fingerprints import bucket_fingerprints
-from engine.graphs_ready import make_ready
+from engine.graphs_ready import lasting_addresses, make_ready, refuse_moved
 from engine.held_out import HeldOut, open_held_out
 from engine.interrupts import Interrupts
 from engine.laps import Laps
@@ -240,7 +240,9 @@ class TrainingRun:
         run, o = self.settings.run, self.settings.optimizer
         self.start = beginning(self.data, self.batch_plan)
         if saved is not None:
+            captured = lasting_addresses(self.engine)
             position = load_checkpoint(saved, self.engine)
+            refuse_moved(self.engine, captured)
             self.start = carried_over(position, self.data, self.batch_plan, self.settings.data.too_long)
             self._saved_step = self.start.step
             if self.held_out is not None:

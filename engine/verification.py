@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +24,18 @@ DOES_NOT_FIT = "not verified: the eager step of one row does not fit beside the 
 ROWS_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp8": 0.25}
 
 
+class Mismatch(CaptureError):
+    """A replay is not the eager step."""
+
+
 @dataclass(frozen=True)
 class Verified:
-    """how: in words, "" for a bucket that was not compared. seconds: what it took."""
+    """how: in words, "" for a bucket that was not compared. seconds: what it took. refused: the replay was not the eager step,
+    and the bucket is called instead."""
 
     how: str
     seconds: float = 0.0
+    refused: bool = False
 
 
 def verify_buckets(
@@ -46,31 +52,50 @@ def verify_buckets(
     afterwards and the eager twin's memory is given back.
 
     policy: always; changed, which leaves out a bucket whose very fingerprint `known` says was verified; never. Raises
-    CaptureError naming the bucket and the tensor that differs most.
+    Mismatch naming the bucket and the tensor that differs most; with run.on_capture_failure = "eager" that bucket is called
+    instead, the others are captured anew and compared again.
     """
-    called = {bucket for bucket in engine.buckets if engine.executor.how_of(f"train {bucket.name}") == "called"}
+    executor = engine.executor
+    called = {bucket for bucket in engine.buckets if executor.how_of(f"train {bucket.name}") == "called"}
     found = {bucket: Verified(CALLED if bucket in called else NEVER) for bucket in engine.buckets}
-    if len(called) == len(engine.buckets):
-        return found
-    unseen = set(engine.buckets) - called if policy != "never" else set()
-    for bucket in sorted(unseen):
+    wanted = set(engine.buckets) - called if policy != "never" else set()
+    for bucket in sorted(wanted):
         before = known.verified_before(bucket.name, fingerprints[bucket], ignore=(BUFFERS,)) if known else ""
         if policy == "changed" and before not in (NEVER, CALLED, DOES_NOT_FIT):
             found[bucket] = Verified(before)
-            unseen.remove(bucket)
-    for batch in batches:
-        if not unseen:
-            break
-        if batch.bucket in unseen:
-            unseen.remove(batch.bucket)
-            start = time.perf_counter()
-            how = _verify(engine, batch, load)
-            found[batch.bucket] = Verified(how, time.perf_counter() - start)
-            if how != EQUAL:
-                say(f"bucket {batch.bucket.name}: replay and eager step compared: {how}")
-    for bucket in sorted(unseen):
+            wanted.remove(bucket)
+    firsts = _first_of_each(batches, wanted)
+    for bucket in sorted(wanted - firsts.keys()):
         say(f"bucket {bucket.name}: not verified, the data have no batch of it")
-    engine.executor.times.clear()
+    left = dict(firsts)
+    while left:
+        bucket, batch = left.popitem()
+        start = time.perf_counter()
+        try:
+            how, refused = _verify(engine, batch, load), False
+        except Mismatch as error:
+            if executor.on_failure == "stop":
+                raise
+            how, refused = f"called: {error}", True
+            executor.call_instead(f"train {bucket.name}", str(error))
+            firsts.pop(bucket)
+            left = dict(firsts)  # of the new captures
+        found[bucket] = Verified(how, time.perf_counter() - start, refused)
+        if how != EQUAL:
+            say(f"bucket {bucket.name}: replay and eager step compared: {how}")
+    executor.times.clear()
+    return found
+
+
+def _first_of_each(batches: Iterable[Batch], buckets: Collection[Bucket]) -> dict[Bucket, Batch]:
+    found: dict[Bucket, Batch] = {}
+    if not buckets:
+        return found
+    for batch in batches:
+        if batch.bucket in buckets:
+            found.setdefault(batch.bucket, batch)
+            if len(found) == len(buckets):
+                break
     return found
 
 
@@ -122,7 +147,7 @@ def _compare(engine: Engine, compare: Callable[[], Difference | None]) -> tuple[
 
 
 def _judged(engine: Engine, bucket: Bucket, difference: Difference | None) -> str:
-    """Bits, or as close as two eager steps are to each other. Raises CaptureError for what is further off."""
+    """Bits, or as close as two eager steps are to each other. Raises Mismatch for what is further off."""
     if difference is None:
         return EQUAL
     noise = engine.noise(bucket)
@@ -131,9 +156,9 @@ def _judged(engine: Engine, bucket: Bucket, difference: Difference | None) -> st
     return f"{difference.relative:.1e} of the largest value apart, two eager steps {noise.relative:.1e}"
 
 
-def mismatch(bucket: Bucket, difference: Difference) -> CaptureError:
+def mismatch(bucket: Bucket, difference: Difference) -> Mismatch:
     """What to raise for a replay that is not the eager step."""
-    return CaptureError(
+    return Mismatch(
         f"bucket {bucket.name}: the replay differs from the eager step in {difference.name} by "
         f"{difference.relative:.1e} of its largest value; train on the CPU, or report this with dflash-engine's "
         "version and the GPU's name"

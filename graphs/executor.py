@@ -129,6 +129,15 @@ class GraphExecutor:
         """What run() does with this step."""
         return "called" if name in self._called else "replayed"
 
+    def call_instead(self, name: str, why: str) -> None:
+        """From here on the steps of this one's group are called; the others are captured anew, into a pool that never held
+        it."""
+        group = self._groups[name]
+        self._called |= {other: why for other in self._steps if self._groups[other] == group}
+        self.release()
+        with torch.cuda.device(self.device):
+            self._capture_all()
+
     def successor(self) -> GraphExecutor:
         """An empty executor for the next generation, on this one's place on the thread. Close one of the two, then attach()
         the other."""

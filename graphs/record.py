@@ -38,9 +38,9 @@ class GraphFigures:
 
 @dataclass(frozen=True)
 class BucketRecord:
-    """All graphs of one bucket. verified: how its replay was compared with the eager step, "" if it was not. Milliseconds are
-    of a first micro-batch's forward and backward, None where they were not measured. estimate_mib: what was expected of the
-    pool for this bucket."""
+    """All graphs of one bucket. how: replayed or called; why: the reason that it is called where others are replayed. verified:
+    how its replay was compared with the eager step, "" if it was not. Milliseconds are of a first micro-batch's forward and
+    backward, None where they were not measured. estimate_mib: what was expected of the pool for this bucket."""
 
     bucket: str
     fingerprint: Fingerprint
@@ -53,6 +53,7 @@ class BucketRecord:
     eager_host_ms: float | None = None
     replay_host_ms: float | None = None
     estimate_mib: float | None = None
+    why: str = ""
 
     @property
     def host_ms_saved(self) -> float | None:

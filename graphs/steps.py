@@ -60,6 +60,9 @@ class CallExecutor:
         """What run() does with this step."""
         return self.how
 
+    def call_instead(self, name: str, why: str) -> None:
+        """Nothing: every step is called already."""
+
     def successor(self) -> CallExecutor:
         """An empty executor for the next generation."""
         return CallExecutor()

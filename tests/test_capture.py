@@ -90,6 +90,22 @@ def test_a_bucket_that_cannot_be_captured_is_called_and_the_others_are_replayed(
     executor.close()
 
 
+def test_a_bucket_that_is_called_after_all_leaves_the_pool(cuda: FakeCuda) -> None:
+    steps = {"train a": Step(), "add a": Step(), "train b": Step(), "update": Step()}
+    executor = executor_with(cuda, steps, "eager")
+    executor.build()
+    assert executor.how == "replayed"
+    executor.call_instead("add a", "its replay was wrong")
+    assert {name: executor.how_of(name) for name in steps} == {
+        "train a": "called",
+        "add a": "called",
+        "train b": "replayed",
+        "update": "replayed",
+    }
+    assert cuda.pools_alive() == 1 and cuda.captured_into_the_living_pool() == 2
+    executor.close()
+
+
 def test_a_step_that_cannot_even_be_called_stops_all_the_same(cuda: FakeCuda) -> None:
     executor = executor_with(cuda, {"train a": Step(*range(10))}, "eager")
     with pytest.raises(CaptureError, match="could not finish calling train a: operation not permitted"):

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench.cli import main
+from engine.checkpoint import Position, load_checkpoint
+from engine.engine import Engine
 from graphs.record import FILE, read_record
 from tests.run_helpers import files_under, run, run_settings, training_dataset
 
@@ -94,3 +96,18 @@ def test_a_dataset_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("status", "build"):
         assert main(["graphs", command]) == 2
         assert "data.path: expected a dataset's folder" in capsys.readouterr().err
+
+
+def test_a_buffer_that_moved_is_named(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path / "data", tmp_path / "run", "run.max_steps=2")
+
+    def moving(saved: Path, into: Engine) -> Position:
+        position = load_checkpoint(saved, into)
+        into.params.exp_avg = into.params.exp_avg.clone()
+        return position
+
+    monkeypatch.setattr("engine.run.load_checkpoint", moving)
+    with pytest.raises(
+        ValueError, match=r"found others: parameters\.exp_avg: 0x\S+ float32 .* -> 0x.*write into them in place"
+    ):
+        run(tmp_path / "data", tmp_path / "run", "run.max_steps=4")

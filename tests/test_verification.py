@@ -12,11 +12,13 @@ from torch import Tensor
 from buffers.batching import Batch, BatchPlan
 from buffers.shapes import Bucket
 from engine.engine import Engine
+from engine.graphs_record import record_of
 from engine.settings import ObjectiveSettings, OptimizerSettings
 from engine.verification import CALLED, DOES_NOT_FIT, EQUAL, Verified, verify_buckets
 from graphs.executor import CaptureError
 from graphs.fingerprint import BUFFERS, Fingerprint
 from graphs.record import BucketRecord, Record
+from graphs.steps import BuildReport
 from tests.drafter_helpers import CPU, make_batch, random_sample, random_target, random_weights, small_config
 
 BUCKETS = (Bucket(1, 128, 32, 4), Bucket(4, 256, 32, 4))
@@ -35,6 +37,8 @@ class Graphs:
         self.broken: Callable[[str], object] = lambda name: None
         self.fits: Callable[[str], bool] = lambda name: True
         self.replayed: list[str] = []
+        self.on_failure = "stop"
+        self.called: dict[str, str] = {}
 
     def add(self, name: str, step: Callable[[], object], *, group: str = "") -> None:
         self.steps[name] = step
@@ -50,7 +54,10 @@ class Graphs:
         self.steps[name]()
 
     def how_of(self, name: str) -> str:
-        return self.how
+        return "called" if name in self.called else self.how
+
+    def call_instead(self, name: str, why: str) -> None:
+        self.called[name] = why
 
     def close(self) -> None:
         self.steps.clear()
@@ -140,6 +147,24 @@ def test_a_mismatch_names_the_bucket_and_the_worst_tensor(case: Case) -> None:
         case.verify()
 
 
+def test_a_mismatch_is_called_instead_where_that_is_allowed(case: Case) -> None:
+    bad = BUCKETS[1].name
+    case.graphs.broken = lambda name: case.engine.gradients()["fc.weight"].mul_(1.5) if bad in name else None
+    case.graphs.on_failure = "eager"
+    found = case.verify()
+    assert list(case.graphs.called) == [f"train {bad}"]
+    assert found[BUCKETS[1]].refused and "the replay differs from the eager step in fc.weight" in found[BUCKETS[1]].how
+    assert found[BUCKETS[0]] == Verified(EQUAL, found[BUCKETS[0]].seconds)
+    last = [name for name in case.graphs.replayed if bad not in name]
+    assert case.graphs.replayed[-2:] == last[-2:], "the others were captured anew, and are compared after that"
+    assert any(bad in line and "called:" in line for line in case.said)
+
+    reports = [BuildReport(f"{kind} {b.name}", "replayed", 0.0, 0.0, 1.0) for b in BUCKETS for kind in ("train", "add")]
+    made = record_of(reports, PRINTS, found)
+    assert [(b.how, bool(b.why), len(b.graphs)) for b in made.buckets] == [("replayed", False, 2), ("called", True, 0)]
+    assert made.buckets[1].verified == "", "so it is compared again the next time"
+
+
 def test_a_wrong_loss_is_seen(case: Case) -> None:
     case.graphs.broken = lambda name: case.engine.metrics.sums[0].add_(1.0)
     with pytest.raises(CaptureError, match="differs from the eager step in (loss|metrics) by"):
@@ -192,7 +217,7 @@ def test_else_it_has_fewer_rows(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
     assert tried == [2, 1]
     assert "1 of 4 rows, more do not fit beside the pool" in found[BUCKETS[1]].how
     assert found[BUCKETS[0]].how == ""
-    assert case.said[-1] == f"bucket {BUCKETS[0].name}: not verified, the data have no batch of it"
+    assert f"bucket {BUCKETS[0].name}: not verified, the data have no batch of it" in case.said
 
     case.graphs.broken = lambda name: case.engine.gradients()["fc.weight"].mul_(1.5)
     with pytest.raises(CaptureError, match=r"bucket 4x256x32: .* in fc\.weight"):
