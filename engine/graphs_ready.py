@@ -1,4 +1,4 @@
-"""From an assembled engine to graphs that may be used: compiled, captured, verified, and written down in graphs.json."""
+"""From an assembled engine to graphs that may be used: compiled, captured, verified, and a record of it for graphs.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.settings import Settings
 from engine.verification import verify_buckets
 from graphs.fingerprint import BUFFERS, Fingerprint, addresses
 from graphs.guards import kernels_compiled
-from graphs.record import Record, RecordError, read_record, write_record
+from graphs.record import Record, RecordError, read_record
 
 Say = Callable[[str], None]
 
@@ -35,19 +35,18 @@ def make_ready(
     estimates_mib: Mapping[Bucket, float] | None = None,
 ) -> Record:
     """Builds the engine's graphs and compares every bucket with its eager step as run.verify says, on the first of `batches` of
-    that bucket. Writes graphs.json into run.output and returns what it holds; milliseconds come from an earlier one under the
-    same fingerprints. Raises CaptureError."""
-    folder = Path(settings.run.output)
+    that bucket. Returns the record for run.output, not written yet (graphs.record.write_record); milliseconds come from the
+    one that lies there under the same fingerprints. Raises CaptureError."""
     fingerprints = {bucket: found.with_field(BUFFERS, generation) for bucket, found in fingerprints.items()}
     compiled = kernels_compiled()
     reports = engine.build()
     laps.end("capture", of_it=sum(report.warm_up_s for report in reports), other="compile")
-    earlier = known_record(folder, say)
+    earlier = known_record(Path(settings.run.output), say)
     verified = verify_buckets(
         engine, batches, load, policy=settings.run.verify, fingerprints=fingerprints, known=earlier, say=say
     )
     laps.end("verify")
-    record = record_of(
+    return record_of(
         reports,
         fingerprints,
         verified,
@@ -58,8 +57,6 @@ def make_ready(
         estimates_mib=estimates_mib,
         earlier=earlier,
     )
-    write_record(folder, record)
-    return record
 
 
 def known_record(folder: Path, say: Say) -> Record | None:

@@ -48,6 +48,7 @@ from engine.run_log import RunLog
 from engine.settings import Settings
 from engine.turns import short_turns
 from graphs.guards import Counters
+from graphs.record import write_record
 
 
 class TrainingRun:
@@ -266,6 +267,7 @@ class TrainingRun:
 
     def _open_logs(self, parts: ExitStack, *, resumed: bool) -> None:
         (self.folder / "settings.toml").write_text(self.settings.to_toml())
+        write_record(self.folder, self.graphs)
         held_out = self.held_out.inputs.named_buffers() if self.held_out is not None else []
         held_out = [(f"held-out {name}", tensors) for name, tensors in held_out]
         write_buffers(self.folder / "buffers.txt", self.inputs.named_buffers() + held_out + engine_buffers(self.engine))
