@@ -5,7 +5,8 @@ import torch
 
 from engine.ops.attention import attention, attention_backward, attention_forward
 from engine.ops.attention_ref import attention_ref
-from engine.ops.attention_tiles import Tile, Tiles
+from engine.ops.attention_tiles import Tile, Tiles, tiles_for
+from engine.ops.card import LARGE_SHARED_MEMORY
 from tests.attention_helpers import NAMES, Case, inputs_of, leaves, mask_of, relative_error
 
 TOLERANCE = 2e-6
@@ -35,8 +36,25 @@ CASES = [
 ]
 
 
+# (K, heads of a group) that fill the tiles which bf16 runs with by several blocks, by one, and by a part of one.
+BLOCKS = {64: [(4, 1), (32, 4)], 128: [(16, 2), (16, 4), (32, 4)], 256: [(10, 8)]}
+
+
 @pytest.mark.parametrize(("case", "splits"), CASES)
 def test_output_and_gradients(case: Case, splits: int) -> None:
+    check(case, TILES, splits)
+
+
+@pytest.mark.parametrize("shared_memory", [LARGE_SHARED_MEMORY, 99 * 1024], ids=["large", "small"])
+@pytest.mark.parametrize("E", [64, 128, 256])
+def test_the_tiles_of_every_card(E: int, shared_memory: int) -> None:
+    for K, R in BLOCKS[E]:
+        case = Case(K=K, N=128 // (K * R) + 2, H=R, G=1, S=200, E=E, window=None if K == 16 else 150, causal=K == 4)
+        check(case, tiles_for(E, 2, shared_memory, K * R), splits=2 if R == 4 else 1)
+
+
+def check(case: Case, tiles: Tiles, splits: int) -> None:
+    """Output and gradients are the definition's, whatever lies where nobody may look."""
     inputs, do = inputs_of(case, torch.float32)
     mask, window, causal = mask_of(case), case.window, case.causal
     exact = leaves(inputs, torch.float64)
@@ -48,8 +66,8 @@ def test_output_and_gradients(case: Case, splits: int) -> None:
     for b in range(case.B):
         for context in inputs[1:3]:
             context[b, int(used[b].max()) :] = float("nan")
-    o, lse = attention_forward(*inputs, mask, window=window, causal=causal, tiles=TILES)
-    gradients = attention_backward(do, *inputs, o, lse, mask, window=window, causal=causal, tiles=TILES, splits=splits)
+    o, lse = attention_forward(*inputs, mask, window=window, causal=causal, tiles=tiles)
+    gradients = attention_backward(do, *inputs, o, lse, mask, window=window, causal=causal, tiles=tiles, splits=splits)
 
     assert relative_error(o, expected) < TOLERANCE
     for name, found, gradient in zip(NAMES, gradients, expected_gradients, strict=True):
