@@ -75,9 +75,8 @@ def attention_forward(
     window: int | None = None,
     causal: bool = False,
     tiles: Tiles | None = None,
-    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outside autograd: (o, lse), lse fp32 [B, G, Q * H / G] in base 2. `out` receives o, a slice of wider rows too.
+    """Outside autograd: (o, lse), lse fp32 [B, G, Q * H / G] in base 2.
 
     tiles: other tile sizes than the card's, for measuring.
     """
@@ -87,7 +86,7 @@ def attention_forward(
     R, K, N = H // G, mask.block_size, mask.anchor_positions.shape[1]
     tile = (tiles or _card_tiles(q, K * R)).forward
     layout = block_layout(tile.rows, R, K)
-    o = _output("out", out, q)
+    o = _like(q)
     lse = torch.empty(B, G, Q * R, dtype=torch.float32, device=q.device)
     forward_kernel[B * G, triton.cdiv(N, layout.blocks) * layout.parts](
         q, k_context, v_context, k_draft, v_draft, o, lse,
@@ -116,15 +115,13 @@ def attention_backward(
     causal: bool = False,
     tiles: Tiles | None = None,
     splits: int | None = None,
-    out: tuple[Tensor | None, ...] = (None,) * 5,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outside autograd: dq, dk_context, dv_context, dk_draft, dv_draft from attention_forward's inputs and results.
-
-    `out` receives them; slices of wider rows will do. tiles, splits: other than the card's, for measuring.
+    """Outside autograd: dq, dk_context, dv_context, dk_draft, dv_draft, contiguous, from attention_forward's inputs and
+    results. tiles, splits: other than the card's, for measuring.
     """
     _check(q, k_context, v_context, k_draft, v_draft, mask, window)
-    _output("do", do, q)
-    _output("o", o, q)
+    _check_rows("do", do, q.shape, q.dtype)
+    _check_rows("o", o, q.shape, q.dtype)
     B, Q, H, E = q.shape
     S, G = k_context.shape[1:3]
     R, K, N = H // G, mask.block_size, mask.anchor_positions.shape[1]
@@ -132,8 +129,7 @@ def attention_backward(
     tile, layout = tiles.dq, block_layout(tiles.dq.rows, R, K)
     numbers = (mask.anchor_positions, mask.block_keep_mask, mask.context_start)
     sizes = (N, S, NO_WINDOW if window is None else window, E**-0.5)
-    likes = (q, k_context, v_context, k_draft, v_draft)
-    dq, dk, dv, dk_draft, dv_draft = (_output("out", given, like) for given, like in zip(out, likes, strict=True))
+    dq, dk, dv, dk_draft, dv_draft = map(_like, (q, k_context, v_context, k_draft, v_draft))
 
     delta = torch.empty_like(lse)
     bounds = torch.empty(2, B, Q * R, dtype=torch.int32, device=q.device)
@@ -191,12 +187,9 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [x.stride(0) if x.shape[0] > 1 else 0 for x in tensors] + [x.stride(1) for x in tensors]
 
 
-def _output(name: str, given: Tensor | None, like: Tensor) -> Tensor:
-    """A tensor like `like`: new and contiguous, or the given one if the kernels can use it."""
-    if given is None:
-        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    _check_rows(name, given, like.shape, like.dtype)
-    return given
+def _like(x: Tensor) -> Tensor:
+    """A contiguous tensor of x's shape, whatever x's strides."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _check_rows(name: str, x: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
