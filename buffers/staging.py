@@ -104,7 +104,9 @@ class InputPipeline:
         on_nonfinite: Literal["refuse", "skip"] = "refuse",
         with_last_hidden: bool | None = None,
         poison: bool = False,
+        copy_stream: torch.cuda.Stream | None = None,
     ) -> None:
+        """copy_stream: of a pipeline whose place this one takes; torch has 32 streams, and then hands out the first again."""
         check_ascending(buckets)
         if slots < 2:
             raise ValueError(f"expected at least 2 slots, found {slots}. One is filled while another is copied.")
@@ -143,10 +145,11 @@ class InputPipeline:
         self._spare: _Slot | None = None
         self._run: _Run | None = None
         self._upcoming: _Filled | _End | None = None
+        self.copy_stream: torch.cuda.Stream | None = None
         if self.cuda:
             self._staging = Arena("staging", self._nbytes, self.device, poison=poison)
             self._staging_read = torch.cuda.Event()
-            self._copy_stream = torch.cuda.Stream(self.device)
+            self.copy_stream = self._copy_stream = copy_stream or torch.cuda.Stream(self.device)
             self._caller_stream = torch.cuda.current_stream(self.device)
             # The arenas' memory, and their poison, belong to the current stream until here.
             self._copy_stream.wait_stream(self._caller_stream)

@@ -193,13 +193,17 @@ def pipeline_options(settings: Settings, dataset: SampleSource, device: torch.de
 
 def engine_options(settings: Settings, device: torch.device, precision: str) -> dict[str, Any]:
     """What Engine takes by keyword from the settings, whatever it is built for."""
+    return {"device": device, "precision": precision} | generation_options(settings)
+
+
+def generation_options(settings: Settings) -> dict[str, Any]:
+    """Of these what a new generation may change."""
     return {
-        "device": device,
         "objective": settings.objective,
-        "precision": precision,
         "attention": settings.model.attention,
         "chunk_rows": settings.model.head_chunk,
         "recompute": settings.model.recompute,
+        "on_capture_failure": settings.run.on_capture_failure,
     }
 
 

@@ -112,17 +112,36 @@ def plan(data: tuple[Path, ...], config: str | None, overrides: Sequence[str], a
     show_default=True,
     help="Go on from the last checkpoint in run.output if there is one; --no-resume refuses a folder that has one.",
 )
+@click.option(
+    "--explain",
+    is_flag=True,
+    help="Train nothing: show what the settings change of the run in run.output, and what each change asks of it.",
+)
 @json_option
-def train(config: str | None, overrides: Sequence[str], init: str | None, resume: bool, as_json: bool) -> None:
+def train(
+    config: str | None, overrides: Sequence[str], init: str | None, resume: bool, explain: bool, as_json: bool
+) -> None:
     """Train a drafter as the TOML file CONFIG says.
 
-    Ctrl-C saves a checkpoint before it ends; the same command then goes on from there.
+    Ctrl-C saves a checkpoint before it ends; the same command then goes on from there. CONFIG may be edited meanwhile: the
+    run takes the change over between two steps, or says why not (docs/reconfigure.md).
     """
-    settings = load_settings(config, [*overrides, *([] if init is None else [f"model.init={init}"])])
+    changes = [*overrides, *([] if init is None else [f"model.init={init}"])]
+    file = None
+    if config is not None:
+        from engine.config_file import ConfigFile
+
+        file = ConfigFile(config, changes)
+    settings = load_settings(None, changes) if file is None else file.load()
+    if explain:
+        from engine.changes import explain_changes
+
+        echo_json(explain_changes(settings), as_json)
+        return
     require_data(settings)
     from engine.train import train as train_drafter
 
-    echo_json(train_drafter(settings, resume=resume), as_json)
+    echo_json(train_drafter(settings, resume=resume, config=file), as_json)
 
 
 @cli.command()

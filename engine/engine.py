@@ -167,14 +167,14 @@ class Engine:
         return self._build(self._current)
 
     def regenerate(
-        self, *, order: Order = "beside", check: Callable[[], object] | None = None, **changes: Any
+        self, *, order: Order = "beside", check: Callable[[list[BuildReport]], object] | None = None, **changes: Any
     ) -> list[BuildReport]:
         """Between two optimizer steps: makes a new generation with `changes` to the current `options`, takes its steps from
         here on and closes the old one. Parameters, moments, device scalars and metrics stay, at their addresses; a step of the
-        new generation must have inputs of its own. check: called with the new generation in place, before the old one is gone.
+        new generation must have inputs of its own. check: called with the reports and with the new generation in place, before
+        the old one is gone. order: "beside" | "after" (graphs/generation.py).
 
-        order: "beside" | "after" (graphs/generation.py). Raises whatever building or check raised, with the old generation in
-        place and fit to run.
+        Raises whatever building or check raised, with the old generation in place and fit to run.
         """
         assert self._first, "a generation ends between two optimizer steps"
         if "buckets" in changes:
@@ -188,7 +188,7 @@ class Engine:
             self._current = new
             if check is not None:
                 with self._untouched():
-                    check()
+                    check(reports)
 
         try:
             with compilation_allowed():

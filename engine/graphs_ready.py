@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from engine.verification import verify_buckets
 from graphs.fingerprint import BUFFERS, Fingerprint, addresses
 from graphs.guards import kernels_compiled
 from graphs.record import Record, RecordError, read_record
+from graphs.steps import BuildReport
 
 Say = Callable[[str], None]
 
@@ -31,15 +32,19 @@ def make_ready(
     fingerprints: Mapping[Bucket, Fingerprint],
     laps: Laps,
     say: Say,
-    generation: int = 1,
     estimates_mib: Mapping[Bucket, float] | None = None,
+    reports: Sequence[BuildReport] | None = None,
 ) -> Record:
-    """Builds the engine's graphs and compares every bucket with its eager step as run.verify says, on the first of `batches` of
-    that bucket. Returns the record for run.output, not written yet (graphs.record.write_record); milliseconds come from the
-    one that lies there under the same fingerprints. Raises CaptureError."""
-    fingerprints = {bucket: found.with_field(BUFFERS, generation) for bucket, found in fingerprints.items()}
+    """Builds the engine's graphs - unless `reports` say that they are - and compares every bucket with its eager step as
+    run.verify says, on the first of `batches` of that bucket. Returns the record for run.output, not written yet
+    (graphs.record.write_record); milliseconds come from the one that lies there under the same fingerprints. Raises
+    CaptureError."""
+    fingerprints = {bucket: found.with_field(BUFFERS, engine.generation) for bucket, found in fingerprints.items()}
     compiled = kernels_compiled()
-    reports = engine.build()
+    reports = engine.build() if reports is None else reports
+    for report in reports:
+        if report.why:
+            say(f"{report.name} is called, not replayed: {report.why}")
     laps.end("capture", of_it=sum(report.warm_up_s for report in reports), other="compile")
     earlier = known_record(Path(settings.run.output), say)
     verified = verify_buckets(
@@ -50,7 +55,7 @@ def make_ready(
         reports,
         fingerprints,
         verified,
-        generation=generation,
+        generation=engine.generation,
         phases_s=laps.seconds,
         kernels_compiled=kernels_compiled() - compiled,
         reserved_mib=torch.cuda.memory_reserved(engine.device) / 2**20 if engine.device.type == "cuda" else None,

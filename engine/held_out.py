@@ -26,6 +26,12 @@ def open_held_out(settings: Settings, training: SampleSource) -> SampleSource | 
     if not settings.data.eval_path:
         return None
     held_out = open_data(settings.data.eval_path, settings)
+    check_same_target(settings, training, held_out)
+    return held_out
+
+
+def check_same_target(settings: Settings, training: SampleSource, held_out: SampleSource) -> None:
+    """Raises ValueError when the held-out data are of another target than the training data, or lack what the loss reads."""
     names = ["hidden_size", "target_layer_ids", "vocab_size", "mask_token_id"]
     if settings.objective.kl_weight > 0:
         names.append("last_hidden_norm")
@@ -36,7 +42,6 @@ def open_held_out(settings: Settings, training: SampleSource) -> SampleSource | 
                 f"data.eval_path: {folder_names(held_out)} has {name} {theirs}, {folder_names(training)} has {ours}; hold "
                 "out samples of the same target and layers"
             )
-    return held_out
 
 
 class HeldOut:
@@ -59,8 +64,12 @@ class HeldOut:
         self.inputs = InputPipeline(dataset, buckets, **pipeline)
         self.too_long = plan.too_long
         self.best: float | None = None
-        self._batches = plan.epoch(0)[: settings.run.eval_batches or None]
-        self._folder = folder / "best"
+        self._folder, self._all = folder / "best", plan.epoch(0)
+        self.limit(settings.run.eval_batches)
+
+    def limit(self, batches: int) -> None:
+        """Evaluates on the first so many batches from here on; 0 means all."""
+        self._batches = self._all[: batches or None]
 
     def go_on(self) -> None:
         """Takes up the best of the run that is continued. Raises ValueError when best.json is damaged."""

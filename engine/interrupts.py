@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at a moment that suits the work."""
+"""Ctrl-C, SIGTERM and SIGHUP at a moment that suits the work."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ from typing import Any, Self
 
 
 class Interrupts:
-    """Inside, a first Ctrl-C or SIGTERM sets `seen` and says what follows; a second one raises KeyboardInterrupt at once."""
+    """Inside, a first Ctrl-C or SIGTERM sets `seen` and says what follows; a second one raises KeyboardInterrupt at once. With
+    rereads a SIGHUP asks for the settings file to be read again; without, it ends the process as ever."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], *, rereads: bool = False) -> None:
         self.seen = False
+        self._reread, self._rereads = False, rereads
         self._say = say
         self._handlers: dict[int, Any] = {}
+
+    def take_reread(self) -> bool:
+        """Whether a SIGHUP came since the last call."""
+        asked, self._reread = self._reread, False
+        return asked
 
     def __enter__(self) -> Self:
         # Only the main thread may set handlers; elsewhere whoever runs us handles interrupts.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[number] = signal.signal(number, self._note)
+            if self._rereads:
+                self._handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._note_reread)
         return self
 
     def __exit__(
@@ -36,6 +45,9 @@ class Interrupts:
             raise KeyboardInterrupt
         self.seen = True
         self._say("stopping after this step, with a checkpoint; a second Ctrl-C ends at once, without one")
+
+    def _note_reread(self, number: int, frame: FrameType | None) -> None:
+        self._reread = True
 
 
 @contextmanager

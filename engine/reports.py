@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,9 +104,15 @@ class BucketCount:
 
 
 def bucket_rows(
-    buckets: Iterable[Bucket], counts: Mapping[Bucket, BucketCount], times: Mapping[str, StepTime], how: str
+    buckets: Iterable[Bucket],
+    counts: Mapping[Bucket, BucketCount],
+    times: Mapping[str, StepTime],
+    how_of: Callable[[str], str],
+    *,
+    generation: int = 1,
 ) -> list[dict[str, Any]]:
-    """One row a bucket: useful tokens/s is over the device time of its steps, padding over its context positions."""
+    """One row a bucket: useful tokens/s is over the device time of its steps, padding over its context positions. how_of: what
+    is done with a step of that name."""
     rows = []
     for bucket in buckets:
         count = counts.get(bucket, BucketCount())
@@ -121,21 +127,34 @@ def bucket_rows(
                 "padding": 1 - count.useful_tokens / count.slot_tokens if count.slot_tokens else 0.0,
                 "device_ms": time.device_ms / steps,
                 "host_ms": time.host_ms / steps,
-                "how": how,
+                "how": how_of(f"train {bucket.name}"),
+                "generation": generation,
             }
         )
     return rows
 
 
 def print_bucket_table(rows: Iterable[Mapping[str, Any]], console: Console) -> None:
-    """The rows of bucket_rows for people."""
+    """The rows of bucket_rows for people; the generation is told where there was more than one."""
+    rows = list(rows)
+    many = len({r["generation"] for r in rows}) > 1
     print_table(
         console,
         "buckets (rows x tokens x blocks)",
-        ("bucket", "step", "batches", "useful tokens/device s", "padding", "device ms", "host ms"),
+        (
+            "bucket",
+            *(["generation"] if many else []),
+            "step",
+            "batches",
+            "useful tokens/device s",
+            "padding",
+            "device ms",
+            "host ms",
+        ),
         (
             (
                 r["bucket"],
+                *([str(r["generation"])] if many else []),
                 r["how"],
                 str(r["batches"]),
                 f"{r['useful_tokens_per_s']:,.0f}",

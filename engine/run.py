@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
@@ -12,49 +11,50 @@ from types import TracebackType
 from typing import Any, Self
 
 from buffers.batching import Batch
-from buffers.mixture import Mixture
-from buffers.shapes import Bucket
-from buffers.staging import InputPipeline
 from engine.assemble import (
     drafter_config,
     engine_options,
     frozen_target,
     initial_weights,
-    make_batch_plan,
-    make_plan,
-    pipeline_options,
     resolve_device,
     resolve_precision,
 )
-from engine.checkpoint import check_config, load_checkpoint, save_checkpoint, save_drafter
+from engine.changes import SETTINGS_FILE
+from engine.checkpoint import Position, check_config, load_checkpoint, save_checkpoint, save_drafter
 from engine.compile_cache import use_compile_cache
-from engine.data_feed import Progress, beginning, carried_over, count_steps, training_steps
+from engine.config_file import ConfigFile
+from engine.data_feed import Progress, beginning, carried_over, count_steps
 from engine.data_source import open_training_data
 from engine.engine import Engine
 from engine.engine_buffers import engine_buffers
-from engine.fingerprints import bucket_fingerprints
 from engine.graphs_ready import lasting_addresses, make_ready, refuse_moved
-from engine.held_out import HeldOut, open_held_out
+from engine.held_out import open_held_out
+from engine.intake import Intake, RunData, plan_intake
 from engine.interrupts import Interrupts
 from engine.laps import Laps
-from engine.left_out import named_lengths, named_samples, spoken_lengths, spoken_samples, write_left_out
+from engine.left_out import named_samples, spoken_lengths, spoken_samples, write_left_out
 from engine.memory_budget import budget_for
-from engine.memory_report import check_plan
-from engine.mixture_report import print_sources, source_rows
+from engine.mixture_report import print_sources
 from engine.optimizer import Schedule
-from engine.reports import BucketCount, MetricsLog, bucket_rows, make_console, print_bucket_table, write_buffers
+from engine.reconfigure import follow, reconfigure
+from engine.reports import MetricsLog, make_console, print_bucket_table, write_buffers
 from engine.run_folder import alone_in, prepare_output
 from engine.run_log import RunLog
+from engine.run_tally import RunTally
 from engine.settings import Settings
 from engine.turns import short_turns
+from graphs.capture_errors import CaptureError
+from graphs.compile_ban import no_compilation
 from graphs.guards import Counters
 from graphs.record import write_record
+from graphs.steps import BuildReport
 
 
 class TrainingRun:
     """Owns all parts of one run. Use as a context manager: graphs, threads and files are closed whatever happens."""
 
-    def __init__(self, settings: Settings, *, resume: bool) -> None:
+    def __init__(self, settings: Settings, *, resume: bool, config: ConfigFile | None = None) -> None:
+        """config: the file that the settings come from, whose changes the run takes over between two steps."""
         self.settings, self.folder = settings, Path(settings.run.output)
         self.console = make_console(stderr=True)
         self._began_s = time.perf_counter()
@@ -67,33 +67,34 @@ class TrainingRun:
             if saved is not None:
                 check_config(saved, self.engine.config)
             self._say_plan()
-            self._build_graphs()
+            self.make_ready(self.intake, self.laps)
             self._find_start(saved)
             self._open_logs(parts, resumed=saved is not None)
             self._parts = parts.pop_all()
-        self.counts: dict[Bucket, BucketCount] = defaultdict(BucketCount)
-        self._interrupts = Interrupts(self._say)
-        self._counters = Counters.read(self.engine.device)
+        self.tally = RunTally()
+        self.config = config
+        self.interrupts = Interrupts(self.say, rereads=config is not None)
+        self.counters = Counters.read(self.engine.device)
         self.laps.end("rest")
-        self._say(f"ready after {self.laps}; kernels compiled anew: {self.graphs.kernels_compiled}")
+        self.say(f"ready after {self.laps}; kernels compiled anew: {self.graphs.kernels_compiled}")
 
     def steps(self) -> Iterator[tuple[Batch, ...]]:
-        """The batches of each step that is left; the loader runs ahead over the same ones."""
-        arguments: dict[str, Any] = {
-            "start": self.start,
-            "total_steps": self.total_steps,
-            "accumulation": self.settings.run.accumulation,
-        }
-        self.inputs.start(batch for step in training_steps(self.batch_plan, **arguments) for batch in step)
-        return training_steps(self.batch_plan, **arguments)
+        """The batches of each step that is left; the loader runs ahead over the same ones. Where the settings change between two
+        steps, what is left changes."""
+        while self.progress.step < self.total_steps:
+            start = self.start
+            for batches in self.intake.start(start, self.total_steps, self.settings.run.accumulation):
+                yield batches
+                if self.start is not start:
+                    break
 
     def arrivals(self, batches: tuple[Batch, ...]) -> Iterator[Batch]:
         """The step's batches, each as it stands in the static inputs: its bytes came over while the step before ran, and one
         device copy puts them in place."""
         for expected in batches:
-            batch = self.inputs.next()
+            batch = self.intake.inputs.next()
             assert batch == expected, f"the loader delivered {batch}, the loop is at {expected}"
-            self.counts[batch.bucket].add(batch)
+            self.tally.add(batch)
             yield batch
 
     def due(self, every: int) -> bool:
@@ -107,12 +108,13 @@ class TrainingRun:
 
     def evaluate(self) -> None:
         """Held-out loss and acceptance, into metrics.jsonl; the best drafter so far goes to best/."""
-        if self.held_out is None:
+        held_out = self.intake.held_out
+        if held_out is None:
             return
         self.run_log.write()  # the lines stand in the order of their steps
-        self._evaluation = record = self.held_out.evaluate(self.engine, self.progress.step)
+        self._evaluation = record = held_out.evaluate(self.engine, self.progress.step)
         self.metrics_file.write(record)
-        self._say(
+        self.say(
             f"step {record['step']}: held-out loss {record['eval_loss']:.4f}, accuracy {record['eval_accuracy']:.3f}, "
             f"accepted length {record['eval_accept_len']:.3f}"
         )
@@ -126,11 +128,22 @@ class TrainingRun:
         save_checkpoint(self.folder / "checkpoints", self.engine, position, keep=self.settings.run.keep)
         self._saved_step = self.progress.step
 
+    def follow_config(self) -> None:
+        """Takes over what the settings file says by now, if it was changed, and otherwise says why not."""
+        if self.config is not None:
+            follow(self, self.config)
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Between two steps: goes on under these settings, from the same weights, moments and place in the data. Raises
+        SettingsError for a change that no run can take over, and ValueError, CaptureError or torch.OutOfMemoryError where the
+        new generation of graphs cannot be made; the run then goes on as it was."""
+        reconfigure(self, settings)
+
     def stop_if_interrupted(self) -> None:
         """After a first Ctrl-C or SIGTERM: a checkpoint, then KeyboardInterrupt. A second one ends at once."""
-        if self._interrupts.seen:
+        if self.interrupts.seen:
             self.save()
-            self._say(f"checkpoint of step {self.progress.step} saved: the same command goes on from it")
+            self.say(f"checkpoint of step {self.progress.step} saved: the same command goes on from it")
             raise KeyboardInterrupt
 
     def finish(self) -> dict[str, Any]:
@@ -145,19 +158,19 @@ class TrainingRun:
                 f"{self.folder}: expected a step that learned, found all {step} skipped (no finite gradient, or no supervised "
                 "token in a batch); lower optimizer.lr, check data.target and the dataset, and train into another run.output"
             )
-        counters = Counters.read(engine.device) - self._counters
+        counters = Counters.read(engine.device) - self.counters
         if self._evaluation.get("step") != step:
             self.evaluate()
         self.save()
         save_drafter(self.folder / "drafter", engine.config, engine.params.state())
-        rows = bucket_rows(engine.buckets, self.counts, engine.executor.times.read(wait=True), engine.executor.how)
+        rows = self.tally.rows(engine)
         print_bucket_table(rows, self.console)
-        best = f"; best so far by accepted length: {self.folder / 'best'}" if self.held_out is not None else ""
-        self._say(f"drafter of the last step: {self.folder / 'drafter'}{best}")
-        skipped = named_samples(self.data, sorted(set(self.inputs.skipped)))
+        best = f"; best so far by accepted length: {self.folder / 'best'}" if self.intake.held_out is not None else ""
+        self.say(f"drafter of the last step: {self.folder / 'drafter'}{best}")
+        skipped = named_samples(self.data.training, self.tally.skipped(self.intake))
         self._write_left_out(skipped)
         if skipped:
-            self._say(f"{len(skipped)} samples with NaN or infinity were left out: {spoken_samples(skipped)}")
+            self.say(f"{len(skipped)} samples with NaN or infinity were left out: {spoken_samples(skipped)}")
         return {
             "steps": step,
             "epoch": self.progress.epoch,
@@ -166,35 +179,38 @@ class TrainingRun:
             "buckets": rows,
             "skipped_steps": int(engine.optimizer.skipped),
             "skipped_samples": skipped,
-            "too_long_samples": len(self._too_long),
-            "input_wait_ms": self.inputs.wait_ms,
+            "too_long_samples": len(self.intake.plan.too_long),
+            "input_wait_ms": self.tally.wait_ms(self.intake),
             "seconds": time.perf_counter() - self._began_s,
             "start_s": self.laps.seconds,
             "device_allocations": counters.device_allocations,
             "compilations": counters.compilations,
             "how": engine.executor.how,
+            "generation": engine.generation,
             "drafter": str(self.folder / "drafter"),
-            **({"sources": self._sources} if self._sources else {}),
+            **({"sources": self.intake.plan.sources} if self.intake.plan.sources else {}),
         }
 
     def __enter__(self) -> Self:
-        self._parts.enter_context(self._interrupts)
+        self._parts.enter_context(self.interrupts)
         self._parts.enter_context(short_turns(self.settings.run.switch_interval_ms))
+        self._parts.enter_context(no_compilation())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         step = self.progress.step
-        if isinstance(error, ValueError | OSError) and max(self._saved_step, self.start.step) < step < self.total_steps:
-            # In the middle of the run what came to grief is data or a disk; the steps before it are whole.
+        if (
+            isinstance(error, ValueError | OSError | CaptureError)
+            and max(self._saved_step, 0) < step < self.total_steps
+        ):
+            # In the middle of the run what came to grief is data, a disk or the graphs; the steps before it are whole.
             with suppress(OSError, ValueError):
                 self.save()
-                self._say(f"checkpoint of step {self.progress.step} saved before the error below")
+                self.say(f"checkpoint of step {self.progress.step} saved before the error below")
         # The loaders first: they copy to a device whose graphs are about to go.
-        self.inputs.stop()
-        if self.held_out is not None:
-            self.held_out.inputs.stop()
+        self.intake.stop()
         self._parts.close()
 
     def _assemble(self, parts: ExitStack) -> None:
@@ -202,79 +218,78 @@ class TrainingRun:
         settings = self.settings
         device = resolve_device(settings.run.device)
         precision = resolve_precision(settings.run.precision, device)
-        use_compile_cache(settings, device, self._say)
-        data = self.data = open_training_data(settings.data.folders, settings)
+        use_compile_cache(settings, device, self.say)
+        data = open_training_data(settings.data.folders, settings)
         config = drafter_config(settings, data.info)
-        pipeline = pipeline_options(settings, data, device, precision)
-        held_out = open_held_out(settings, data)
+        self.data = RunData(data, open_held_out(settings, data), config, device, precision)
         target = frozen_target(settings, data)
         self.laps.end("data")
-        buckets = make_plan(settings, data, config, device).buckets
-        self.batch_plan = make_batch_plan(settings, data, buckets)
-        self._too_long = named_lengths(data, self.batch_plan.too_long)
-        self._sources = source_rows(data, self.batch_plan) if isinstance(data, Mixture) else []
-        self.memory = check_plan(settings, data, config, buckets, device, budget_for(settings, device))
-        self.fingerprints = bucket_fingerprints(settings, config, data.info, buckets, device, precision)
+        plan = plan_intake(self.data, settings, budget_for(settings, device))
         self.laps.end("plan")
         weights = initial_weights(settings, config)
         self.laps.end("weights")
-        self.inputs = parts.enter_context(InputPipeline(data, buckets, **pipeline))
-        self.held_out = None
-        if held_out is not None:
-            self.held_out = HeldOut(held_out, buckets, settings, folder=self.folder, pipeline=pipeline)
-            parts.enter_context(self.held_out.inputs)
-        self.engine = Engine(
-            config,
-            target,
-            buckets,
-            self.inputs.inputs,
-            optimizer=settings.optimizer,
-            eval_inputs=self.held_out.inputs.inputs if self.held_out is not None else None,
-            **engine_options(settings, device, precision),
-        )
+        self.intake = Intake(self.data, plan)
+        parts.callback(lambda: self.intake.close())
+        options = engine_options(settings, device, precision) | self.intake.for_engine()
+        self.engine = Engine(config, target, optimizer=settings.optimizer, **options)
         parts.callback(self.engine.close)
         self.engine.params.load_(weights)
         self.laps.end("memory")
 
     def _find_start(self, saved: Path | None) -> None:
         """The step and place in the data to start from, the checkpoint's content with it, and how many steps there will be."""
-        run, o = self.settings.run, self.settings.optimizer
-        self.start = beginning(self.data, self.batch_plan)
+        data, batches = self.data.training, self.intake.plan.batches
+        start = beginning(data, batches)
         if saved is not None:
             captured = lasting_addresses(self.engine)
             position = load_checkpoint(saved, self.engine)
             refuse_moved(self.engine, captured)
-            self.start = carried_over(position, self.data, self.batch_plan, self.settings.data.too_long)
-            self._saved_step = self.start.step
-            if self.held_out is not None:
-                self.held_out.go_on()
-            self._say(f"going on from {saved}")
+            start = carried_over(position, data, batches, self.settings.data.too_long)
+            self._saved_step = start.step
+            if self.intake.held_out is not None:
+                self.intake.held_out.go_on()
+            self.say(f"going on from {saved}")
+        self.begin_at(start)
+
+    def begin_at(self, start: Position) -> None:
+        """The steps that are left are those from `start` on, under today's plan and settings."""
+        run = self.settings.run
+        self.start = start
         self.progress: Progress = Progress(self.start)
         epochs_left = run.epochs - self.start.epoch
-        if epochs_left > 100 and not (run.max_steps or self.batch_plan.epochs_alike):
-            self._say(
+        if epochs_left > 100 and not (run.max_steps or self.intake.plan.batches.epochs_alike):
+            self.say(
                 f"counting the steps of {epochs_left:,} epochs, each of its own samples or rows; run.max_steps bounds them"
             )
         self.total_steps = count_steps(
-            self.batch_plan,
+            self.intake.plan.batches,
             start=self.start,
             epochs=run.epochs,
             accumulation=run.accumulation,
             max_steps=run.max_steps,
         )
+        self.schedule_steps()
+
+    def schedule_steps(self) -> None:
+        """The learning rates of all steps, under today's settings."""
+        o = self.settings.optimizer
         warmup_steps = int(o.warmup_ratio * self.total_steps)
         self.schedule = Schedule(o.schedule, o.lr, self.total_steps, warmup_steps, o.min_lr_ratio)
 
-    def _open_logs(self, parts: ExitStack, *, resumed: bool) -> None:
-        (self.folder / "settings.toml").write_text(self.settings.to_toml())
+    def write_description(self) -> None:
+        """settings.toml, graphs.json and buffers.txt, as they are from here on."""
+        temporary = self.folder / f".{SETTINGS_FILE}.writing"
+        temporary.write_text(self.settings.to_toml())
+        temporary.replace(self.folder / SETTINGS_FILE)
         write_record(self.folder, self.graphs)
-        held_out = self.held_out.inputs.named_buffers() if self.held_out is not None else []
-        held_out = [(f"held-out {name}", tensors) for name, tensors in held_out]
-        write_buffers(self.folder / "buffers.txt", self.inputs.named_buffers() + held_out + engine_buffers(self.engine))
+        write_buffers(self.folder / "buffers.txt", self.intake.named_buffers() + engine_buffers(self.engine))
+
+    def _open_logs(self, parts: ExitStack, *, resumed: bool) -> None:
+        self.write_description()
         self.metrics_file = MetricsLog(self.folder / "metrics.jsonl", resume_step=self.start.step if resumed else 0)
         parts.callback(self.metrics_file.close)
         self.run_log: RunLog = RunLog(
-            self.engine, self.metrics_file, self._say, logged=self.start.logged, total_steps=self.total_steps
+            self.engine, self.metrics_file, self.say, logged=self.start.logged, total_steps=self.total_steps
         )
         self._evaluation = self.metrics_file.last("eval_loss")
         self._write_left_out([])
@@ -283,40 +298,46 @@ class TrainingRun:
         write_left_out(
             self.folder / "left_out.json",
             too_long=self.settings.data.too_long,
-            training=self._too_long,
-            held_out=self.held_out.too_long if self.held_out is not None else [],
+            training=self.intake.plan.too_long,
+            held_out=self._held_out_too_long(),
             not_finite=not_finite,
-            bad_files=self.data.bad_files,
+            bad_files=self.data.training.bad_files,
         )
 
-    def _build_graphs(self) -> None:
-        """Compiled, captured, and compared with the eager steps on the first real batch of each bucket."""
-        epochs = range(self.settings.run.epochs)
+    def make_ready(self, intake: Intake, laps: Laps, reports: Sequence[BuildReport] | None = None) -> None:
+        """Graphs compiled and captured, unless `reports` say that they are, and compared with the eager steps on the first real
+        batch of each bucket."""
+        plan, epochs = intake.plan, range(intake.plan.settings.run.epochs)
         self.graphs = make_ready(
             self.engine,
-            chain.from_iterable(map(self.batch_plan.epoch, epochs)),
-            self.inputs.load,
-            settings=self.settings,
-            fingerprints=self.fingerprints,
-            laps=self.laps,
-            say=self._say,
-            estimates_mib=self.memory.grown_mib(),
+            chain.from_iterable(map(plan.batches.epoch, epochs)),
+            intake.inputs.load,
+            settings=plan.settings,
+            fingerprints=plan.fingerprints,
+            laps=laps,
+            say=self.say,
+            estimates_mib=plan.memory.grown_mib(),
+            reports=reports,
         )
+
+    def _held_out_too_long(self) -> Sequence[tuple[int, int]]:
+        return self.intake.held_out.too_long if self.intake.held_out is not None else []
 
     def _say_plan(self) -> None:
         engine, too_long = self.engine, self.settings.data.too_long
         names = ", ".join(bucket.name for bucket in engine.buckets)
         how = "replaying CUDA graphs" if engine.executor.how == "replayed" else "calling the steps (no GPU)"
-        if self._sources:
-            print_sources(self._sources, self.console)
-        self._say(f"{engine.device}, {engine.precision}, {how}; buckets (rows x tokens x blocks): {names}")
+        if self.intake.plan.sources:
+            print_sources(self.intake.plan.sources, self.console)
+        self.say(f"{engine.device}, {engine.precision}, {how}; buckets (rows x tokens x blocks): {names}")
         what = {"skip": "left out", "truncate": "cut off", "split": "split"}[too_long]
         for kind, found in (
-            ("samples", self._too_long),
-            ("held-out samples", self.held_out.too_long if self.held_out is not None else []),
+            ("samples", self.intake.plan.too_long),
+            ("held-out samples", self._held_out_too_long()),
         ):
             if found:
-                self._say(f"{len(found)} {kind} longer than the largest bucket are {what}: {spoken_lengths(found)}")
+                self.say(f"{len(found)} {kind} longer than the largest bucket are {what}: {spoken_lengths(found)}")
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """A line for people."""
         self.console.print(text, markup=False, soft_wrap=True)

@@ -39,7 +39,7 @@ class RunLog:
         self.sums = now if logged is None else logged
         self.means: dict[str, Any] = file.last("loss")
         self.step: int = self.means.get("step", 0)
-        self._engine, self._file, self._say, self._total_steps = engine, file, say, total_steps
+        self._engine, self._file, self._say, self.total_steps = engine, file, say, total_steps
         self._asked: _Asked | None = None
         self._seen_tokens, self._written_s = now.sums["useful_tokens"], time.perf_counter()
 
@@ -70,6 +70,6 @@ class RunLog:
         )
         bad = f", {int(skipped)} steps skipped" if skipped else ""
         self._say(
-            f"step {asked.head['step']}/{self._total_steps}: loss {means['loss']:.4f}, accuracy {means['accuracy']:.3f}, "
+            f"step {asked.head['step']}/{self.total_steps}: loss {means['loss']:.4f}, accuracy {means['accuracy']:.3f}, "
             f"accepted length {means['accept_len']:.3f}, {tokens_per_s:,.0f} tokens/s{bad}"
         )

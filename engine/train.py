@@ -5,17 +5,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.config_file import ConfigFile
 from engine.run import TrainingRun
 from engine.settings import Settings
 
 
-def train(settings: Settings, *, resume: bool = True) -> dict[str, Any]:
-    """Trains as the settings say and returns the run's figures; run.output holds the drafter, metrics and checkpoints.
+def train(settings: Settings, *, resume: bool = True, config: ConfigFile | None = None) -> dict[str, Any]:
+    """Trains as the settings say and returns the run's figures; run.output holds the drafter, metrics and checkpoints. config:
+    the file that the settings come from; what is changed in it is taken over between two steps (docs/reconfigure.md).
 
     Raises SettingsError (bad settings), ValueError (bad data), CaptureError, and KeyboardInterrupt after an interrupt,
     with a checkpoint saved.
     """
-    with TrainingRun(settings, resume=resume) as run:
+    with TrainingRun(settings, resume=resume, config=config) as run:
         engine = run.engine
         for batches in run.steps():
             for batch in run.arrivals(batches):
@@ -29,5 +31,6 @@ def train(settings: Settings, *, resume: bool = True) -> dict[str, Any]:
                 run.evaluate()
             if run.due(run.settings.run.save_every):
                 run.save()
+            run.follow_config()
             run.stop_if_interrupted()
         return run.finish()

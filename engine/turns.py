@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_PYTHONS_OWN_S = sys.getswitchinterval()
+
 
 @contextmanager
 def short_turns(switch_interval_ms: float) -> Iterator[None]:
@@ -17,8 +19,13 @@ def short_turns(switch_interval_ms: float) -> Iterator[None]:
     """
     before = sys.getswitchinterval()
     if switch_interval_ms > 0:
-        sys.setswitchinterval(switch_interval_ms / 1e3)
+        set_turns(switch_interval_ms)
     try:
         yield
     finally:
         sys.setswitchinterval(before)
+
+
+def set_turns(switch_interval_ms: float) -> None:
+    """The same from here on."""
+    sys.setswitchinterval(switch_interval_ms / 1e3 if switch_interval_ms > 0 else _PYTHONS_OWN_S)

@@ -47,6 +47,9 @@ class Counters:
         graphs = int(dynamo.counters["stats"].get("unique_graphs", 0)) if dynamo is not None else 0
         return Counters(allocations, graphs + _triton_kernels)
 
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(self.device_allocations + other.device_allocations, self.compilations + other.compilations)
+
     def __sub__(self, earlier: Counters) -> Counters:
         return Counters(self.device_allocations - earlier.device_allocations, self.compilations - earlier.compilations)
 

@@ -102,6 +102,11 @@ def checkpoint_tensors(output: Path, step: int) -> dict[str, Tensor]:
     return load_file(output / "checkpoints" / f"step-{step:08d}" / "training.safetensors")
 
 
+def steps_of(output: Path) -> list[int]:
+    """The steps that have a checkpoint, ascending."""
+    return sorted(int(folder.name.removeprefix("step-")) for folder in (output / "checkpoints").iterdir())
+
+
 def rows_of(data: Path) -> int:
     """Samples of a dataset."""
     return len(Dataset(data))

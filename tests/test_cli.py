@@ -124,8 +124,8 @@ def test_ctrl_c_that_a_library_turned_into_an_error_of_its_own(
 def test_settings_reach_the_training(replace: Replace, tmp_path: Path) -> None:
     seen: list[Any] = []
 
-    def work(settings: Any, *, resume: bool) -> dict[str, Any]:
-        seen.append((settings, resume))
+    def work(settings: Any, *, resume: bool, config: Any) -> dict[str, Any]:
+        seen.append((settings, resume, config and config.path))
         return {}
 
     config = tmp_path / "run.toml"
@@ -133,9 +133,9 @@ def test_settings_reach_the_training(replace: Replace, tmp_path: Path) -> None:
     args = replace("train", work)
     assert main(args) == 0
     assert main(["train", str(config), "--set", "run.seed=8", "--no-resume"]) == 0
-    assert [(settings.data.path, settings.run.seed, resume) for settings, resume in seen] == [
-        ("data", 0, True),
-        ("a", 8, False),
+    assert [(settings.data.path, settings.run.seed, resume, path) for settings, resume, path in seen] == [
+        ("data", 0, True, None),
+        ("a", 8, False, config),
     ]
 
 

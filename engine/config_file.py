@@ -1,0 +1,45 @@
+"""The TOML file of a run, read again when it changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.settings import Settings, load_settings
+
+# A look costs a stat, which a network file system may take a millisecond for.
+_EVERY_S = 0.5
+
+
+class ConfigFile:
+    """A settings file with the --set changes of the command line, which hold over whatever the file says later."""
+
+    def __init__(self, path: str | Path, overrides: Sequence[str] = ()) -> None:
+        self.path, self._overrides = Path(path), tuple(overrides)
+        self._signature = self._look()
+        self._next_look_s = time.monotonic() + _EVERY_S
+
+    def load(self) -> Settings:
+        """What the file says now. Raises SettingsError."""
+        return load_settings(self.path, self._overrides)
+
+    def changed(self, *, at_once: bool = False) -> Settings | None:
+        """The settings, if the file is another than at the last look: a look is taken twice a second at most. at_once: the
+        file is read now, whatever it looks like. Raises SettingsError, once for every change, for a file without settings."""
+        now = time.monotonic()
+        if not at_once and now < self._next_look_s:
+            return None
+        self._next_look_s = now + _EVERY_S
+        signature = self._look()
+        if not at_once and signature == self._signature:
+            return None
+        self._signature = signature
+        return self.load()
+
+    def _look(self) -> tuple[int, int, int] | None:
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
