@@ -212,12 +212,9 @@ def main() -> int:
         parser.error("expected a CUDA device, found none.")
     device = torch.device("cuda", torch.cuda.current_device())
     chosen = [named[name] for name in options.workload or named]
-    figures: dict[str, Any] = {**provenance(), "command": "python -m bench.attention " + " ".join(sys.argv[1:])}
-    print(
-        f"{figures['gpu']}, torch {figures['torch']}, triton {figures['triton']}, commit {figures['commit']}",
-        flush=True,
-    )
-    figures["sweep"] = sweep(chosen, device, options.repeats)
+    where = provenance()
+    print(f"{where['gpu']}, torch {where['torch']}, triton {where['triton']}, commit {where['commit']}", flush=True)
+    figures = {"where": where, "sweep": sweep(chosen, device, options.repeats)}
     write_result(figures, options.out)
     print(json.dumps(figures))
     return 0

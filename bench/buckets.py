@@ -2,6 +2,7 @@
 
 The epoch in its buckets is set against the same epoch padded to the longest sample, and replay against eager. Before a speed
 is shown every bucket's replay must equal the eager step bit for bit, and the timed replays must allocate and compile nothing.
+On the CPU, where steps are called, only ratios are given.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from bench.mixture import Mixture, mixture_for, mixture_subjects
 from bench.plots import check_plot, plot_bars
+from bench.ratios import CPU_NOTE, without_speeds
 from bench.subjects import Subject, dataset_subjects
 from bench.timed_step import measure_step
 from bench.timing import matmul_tflops, provenance, write_result
@@ -56,7 +58,9 @@ def run(
     else:
         (workload,) = chosen_workloads(workloads[:1], device, default=("W2",))
         measured = _mixture(mixture_for(device, samples, supervised), workload, settings, device, repeats)
-    figures = {"where": provenance(), "matmul_tflops": ceiling, **measured}
+    figures: dict[str, Any] = {"where": provenance(), "matmul_tflops": ceiling, **measured}
+    if device.type == "cpu":
+        figures = {**without_speeds(figures), "note": CPU_NOTE}
     _print(figures)
     write_result(figures, out)
     if plot is not None:
@@ -152,10 +156,14 @@ def _free(device: torch.device) -> None:
 
 def _print(figures: dict[str, Any]) -> None:
     where, console = figures["where"], make_console()
-    ceiling = f", bf16 matmul {figures['matmul_tflops']:.0f} TFLOP/s" if figures["matmul_tflops"] else ""
+    said = f", bf16 matmul {figures['matmul_tflops']:.0f} TFLOP/s" if figures["matmul_tflops"] else f"; {CPU_NOTE}"
+
+    def number(row: dict[str, Any], key: str, form: str) -> str:
+        return "-" if row[key] is None else format(row[key], form)
+
     print_table(
         console,
-        f"{where['gpu'] or 'CPU'}, torch {where['torch']}, {where['commit']}{ceiling}",
+        f"{where['gpu'] or 'CPU'}, torch {where['torch']}, {where['commit']}{said}",
         (
             "bucket",
             "step",
@@ -175,15 +183,15 @@ def _print(figures: dict[str, Any]) -> None:
                 r["bucket"],
                 r["how"],
                 str(r["batches"]),
-                f"{r['replay_ms']:.2f}",
-                f"{r['eager_ms']:.2f}",
-                f"{r['replay_host_ms']:.2f}",
-                f"{r['eager_host_ms']:.2f}",
-                f"{r['useful_tokens_per_s']:,.0f}",
+                number(r, "replay_ms", ".2f"),
+                number(r, "eager_ms", ".2f"),
+                number(r, "replay_host_ms", ".2f"),
+                number(r, "eager_host_ms", ".2f"),
+                number(r, "useful_tokens_per_s", ",.0f"),
                 f"{r['padding']:.1%}",
-                f"{r['tflops']:.3g}",
-                f"{r['held_gib']:.2f}" if r["held_gib"] is not None else "-",
-                f"{r['warm_up_s'] + r['capture_s']:.1f}",
+                number(r, "tflops", ".3g"),
+                number(r, "held_gib", ".2f"),
+                "-" if r["capture_s"] is None else f"{r['warm_up_s'] + r['capture_s']:.1f}",
             )
             for r in figures["buckets"]
         ),
@@ -198,8 +206,8 @@ def _print(figures: dict[str, Any]) -> None:
                 name.replace("_", " "),
                 str(record["batches"]),
                 f"{record['padding']:.1%}",
-                f"{record['seconds']:.3g}",
-                f"{record['useful_tokens_per_s']:,.0f}",
+                number(record, "seconds", ".3g"),
+                number(record, "useful_tokens_per_s", ",.0f"),
                 f"{record['time_over_buckets']:.2f}",
             )
             for name, record in figures["epoch"].items()
@@ -208,11 +216,14 @@ def _print(figures: dict[str, Any]) -> None:
 
 
 def _plot(figures: dict[str, Any], plot: Path) -> None:
-    names = [row["bucket"] for row in figures["buckets"]] + ["epoch", "epoch padded\nto the longest"]
-    rows, epoch = figures["buckets"], figures["epoch"]
+    rows, epoch, gpu = figures["buckets"], figures["epoch"], figures["where"]["gpu"]
+    if gpu is None:
+        ways = {name.replace("_", " "): [record["time_over_buckets"]] for name, record in epoch.items()}
+        plot_bars(plot, "CPU: time of an epoch over that of the buckets", ["epoch"], ways, unit="times")
+        return
+    names = [row["bucket"] for row in rows] + ["epoch", "epoch padded\nto the longest"]
     replay = [row["useful_tokens_per_s"] for row in rows]
     eager = [row["useful_tokens_per_s"] * row["replay_ms"] / row["eager_ms"] for row in rows]
     for way, values in (("", replay), ("_eager", eager)):
         values += [epoch[f"{name}{way}"]["useful_tokens_per_s"] for name in ("buckets", "pad_to_longest")]
-    title = f"{figures['where']['gpu'] or 'CPU'}: useful tokens/s"
-    plot_bars(plot, title, names, {"replay": replay, "eager": eager}, unit="useful tokens/s")
+    plot_bars(plot, f"{gpu}: useful tokens/s", names, {"replay": replay, "eager": eager}, unit="useful tokens/s")

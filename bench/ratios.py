@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 CPU_NOTE = "CPU: steps are called, not replayed; ratios only"
-_TIMES_AND_RATES = ("ms", "rate")
+_TIMES_AND_RATES = ("ms", "rate", "seconds")
 _SETTINGS = ("switch_interval_ms",)
 _ABSOLUTE = ("_ms", "_s", "_spread", "tflops", "_gib", "gb_per_s")
 

@@ -109,7 +109,7 @@ def provenance() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "commit": _commit(),
-        "command": "dflash-engine " + " ".join(sys.argv[1:]),
+        "command": " ".join([_program(), *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -119,6 +119,13 @@ def write_result(figures: dict[str, Any], out: Path | None) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _program() -> str:
+    """How this process was called, without the machine's paths."""
+    script = Path(sys.argv[0])
+    module = script.parent.name == "bench" and script.stem not in ("cli", "__main__")
+    return f"python -m bench.{script.stem}" if module else "dflash-engine"
 
 
 def _commit() -> str:

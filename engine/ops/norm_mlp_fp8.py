@@ -31,10 +31,10 @@ class _NormMLPFp8(torch.autograd.Function):
         recompute: bool,
     ) -> tuple[Tensor, Tensor]:
         total, x8, rstd = norm_rows(residual, delta, norm_value, eps, drop)
-        kept, act8 = _to_activation(x8, gate_up_value)
+        hidden, gate_up8, act8 = _to_activation(x8, gate_up_value)
         down8 = quantise_rows(down_value)
-        of_down = turned(down8)
-        ctx.save_for_backward(total, rstd, gate_up_value, of_down.values, of_down.scale, *([] if recompute else kept))
+        kept = [] if recompute else _for_backward(x8, hidden, gate_up8, act8, down8)
+        ctx.save_for_backward(total, rstd, gate_up_value, down_value, *kept)
         ctx.norm, ctx.gate_up, ctx.down = norm, gate_up, down
         ctx.has_delta, ctx.drop, ctx.eps = delta is not None, drop, eps
         ctx.set_materialize_grads(False)
@@ -43,30 +43,38 @@ class _NormMLPFp8(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dtotal: Tensor | None, dy: Tensor | None):
-        total, rstd, gate_up, down, down_scale, *kept = ctx.saved_tensors
+        total, rstd, gate_up_value, down_value, *kept = ctx.saved_tensors
         assert dy is not None, "the output of norm_mlp is always used"
         if not kept:
-            kept, _ = _to_activation(norm_rows(total, None, ctx.norm.value, ctx.eps)[1], gate_up)
-        hidden, x, x_scale, gate_up8, gate_up_scale, act, act_scale = kept
+            x8 = norm_rows(total, None, ctx.norm.value, ctx.eps)[1]
+            again = _to_activation(x8, gate_up_value)
+            kept = _for_backward(x8, *again, quantise_rows(down_value))
+            del x8, again
+        hidden, x, x_scale, gate_up, gate_up_scale, act, act_scale, down, down_scale = kept
         dy8 = quantise_rows(dy)
         dact = input_gradient(dy8, Fp8Turned(down, down_scale), dy.dtype)
         add_weight_gradient(ctx.down, turned(dy8), turned(Fp8Rows(act, act_scale)), dy.dtype)
         dhidden8 = swiglu_backward_rows(hidden, dact)
         del dact
         add_weight_gradient(ctx.gate_up, turned(dhidden8), Fp8Turned(x, x_scale), dy.dtype)
-        dx = input_gradient(dhidden8, Fp8Turned(gate_up8, gate_up_scale), dy.dtype)
+        dx = input_gradient(dhidden8, Fp8Turned(gate_up, gate_up_scale), dy.dtype)
         needs_dx = ctx.needs_input_grad[0] or (ctx.has_delta and ctx.needs_input_grad[1])
         dtotal = norm_backward(dx, dtotal, total, ctx.norm, rstd, drop=ctx.drop, needs_dx=needs_dx)
         return dtotal, (dtotal if ctx.has_delta else None), *[None] * 9
 
 
-def _to_activation(x8: Fp8Rows, gate_up: Tensor) -> tuple[list[Tensor], Fp8Rows]:
-    """What the backward pass needs - [gate | up], the turned input and weight, the activation - and the activation."""
+def _to_activation(x8: Fp8Rows, gate_up: Tensor) -> tuple[Tensor, Fp8Rows, Fp8Rows]:
+    """[gate | up] in bf16, its weight quantised, and the activation."""
     gate_up8 = quantise_rows(gate_up)
     hidden = product(x8, gate_up8, gate_up.dtype)
-    act8, of_x, of_gate_up = swiglu_rows(hidden), turned(x8), turned(gate_up8)
+    return hidden, gate_up8, swiglu_rows(hidden)
+
+
+def _for_backward(x8: Fp8Rows, hidden: Tensor, gate_up8: Fp8Rows, act8: Fp8Rows, down8: Fp8Rows) -> list[Tensor]:
+    """What the backward pass needs: [gate | up], the activation, and the input and both weights turned."""
+    of_x, of_gate_up, of_down = turned(x8), turned(gate_up8), turned(down8)
     kept = [hidden, of_x.values, of_x.scale, of_gate_up.values, of_gate_up.scale, act8.values, act8.scale]
-    return kept, act8
+    return [*kept, of_down.values, of_down.scale]
 
 
 def norm_mlp_fp8(
