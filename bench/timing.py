@@ -129,8 +129,10 @@ def _program() -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout, "+changes" when it has uncommitted ones. A copy without history is told its commit by
-    DFLASH_COMMIT."""
+    """DFLASH_COMMIT, by which a copy without history is told its commit; else that of the checkout, "+changes" when it has
+    uncommitted ones."""
+    if told := os.environ.get("DFLASH_COMMIT"):
+        return told
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -139,4 +141,4 @@ def _commit() -> str:
     try:
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("DFLASH_COMMIT", "unknown")
+        return "unknown"

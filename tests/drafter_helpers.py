@@ -1,5 +1,7 @@
 """A small drafter, its frozen target, and batches for it: random, reproducible, and without a dataset on disk."""
 
+import gc
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -189,3 +191,18 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], to
     for name, tensor in expected.items():
         error = (found[name] - tensor).abs().max().item()
         assert error <= tolerance * tensor.abs().max().item(), f"{name} differs by {error}"
+
+
+def assert_nothing_stays(step: Step, batch: Mapping[str, Tensor]) -> None:
+    """After forward and backward no more tensors are alive than after the time before: a captured step's memory would never be
+    given back."""
+
+    def alive() -> int:
+        forward_backward(step.parts, cloned(batch), step.denominator, first=True)
+        gc.collect()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some objects of torch warn when they are asked what they are
+            return sum(isinstance(found, Tensor) for found in gc.get_objects())
+
+    alive()
+    assert alive() == alive()

@@ -11,6 +11,7 @@ from engine.drafter_config import FULL, SLIDING
 from tests.drafter_helpers import (
     Step,
     assert_close,
+    assert_nothing_stays,
     assert_same_bits,
     cloned,
     make_batch,
@@ -186,3 +187,9 @@ def test_packed_documents_are_as_far_apart_as_rows(layer_types: tuple[str, ...],
     for outcome in (found, expected):
         outcome["metrics"] = torch.cat([outcome["metrics"][:7], outcome["metrics"][8:]])  # without slot_tokens
     assert_close(found, expected, 1e-5)
+
+
+def test_a_step_leaves_no_tensor_behind() -> None:
+    config = small_config()
+    step = make_step(config, random_target(config), objective())
+    assert_nothing_stays(step, make_batch(config, BUCKET, [random_sample(config, 32, 0)]))

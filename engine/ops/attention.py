@@ -7,8 +7,6 @@ what it allocates then comes from the capture's pool. One compilation serves eve
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 from torch import Tensor
@@ -171,7 +169,6 @@ def attention_backward(
     return dq, dk, dv, dk_draft, dv_draft
 
 
-@cache
 def _card_tiles(q: Tensor, block_rows: int) -> Tiles:
     return tiles_for(q.shape[-1], q.element_size(), shared_memory_and_processors(q.device)[0], block_rows)
 

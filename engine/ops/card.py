@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 
@@ -11,6 +13,7 @@ LARGE_SHARED_MEMORY = 227 * 1024
 _RESERVE = 8 * 1024
 
 
+@cache
 def shared_memory_and_processors(device: torch.device) -> tuple[int, int]:
     """(bytes of shared memory that a block may have, multiprocessors); small numbers where Triton is interpreted."""
     if device.type != "cuda":
