@@ -24,6 +24,7 @@ from engine.precision import check_fp8_device, compute_dtype
 from engine.rope import rope_from_config
 from engine.settings import Settings
 from engine.settings_fields import SettingsError
+from engine.target_weights import fingerprint, with_target
 
 
 def resolve_device(wanted: str) -> torch.device:
@@ -142,10 +143,12 @@ def refuse_unreproduced(target: dict[str, Any]) -> None:
 
 def frozen_target(settings: Settings, dataset: SampleSource) -> FrozenTarget:
     """Embedding, head and norm from data.target or the dataset's own target.safetensors (of a mixture the first there is);
-    shapes checked. Raises ValueError, for a target whose embedding or head is not a plain matrix too."""
+    shapes checked. Raises SettingsError where both are there and differ, and ValueError, for a target whose embedding or head is
+    not a plain matrix too."""
     info = dataset.info
     refuse_unreproduced(text_config(info.target_config))
-    own = [folder for folder in dataset.folders if (folder / TARGET_FILE).is_file()] or list(dataset.folders)
+    holding = with_target(dataset.folders)
+    own = holding or list(dataset.folders)
     where = settings.data.target or str(own[0])
     if not settings.data.target and not (own[0] / TARGET_FILE).is_file():
         files = " or ".join(str(folder / TARGET_FILE) for folder in own)
@@ -164,6 +167,12 @@ def frozen_target(settings: Settings, dataset: SampleSource) -> FrozenTarget:
             raise ValueError(
                 f"{where}: {name} has shape {tuple(tensor.shape)}, expected {expected} from dataset.json; "
                 "point data.target to the checkpoint that the hidden states were made with"
+            )
+    for folder in holding if settings.data.target else ():
+        if fingerprint(load_target_tensors(folder)) != fingerprint(tensors):
+            raise SettingsError(
+                f"data.target: expected the target of {folder / TARGET_FILE}, found other weights in {where}. Leave the setting "
+                "out, or name the checkpoint that the hidden states were made with."
             )
     eps = norm_eps(text_config(info.target_config))
     return FrozenTarget(embed, head, norm, eps, info.last_hidden_norm)

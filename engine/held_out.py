@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from buffers.dataset import SampleSource, folder_names
+from buffers.dataset import SampleSource, folder_names, load_target_tensors
+from buffers.manifest import TARGET_FILE
 from buffers.shapes import Bucket
 from buffers.staging import InputPipeline
 from engine.assemble import make_batch_plan
@@ -16,6 +17,7 @@ from engine.data_source import open_data
 from engine.engine import Engine
 from engine.reports import without_nan
 from engine.settings import Settings
+from engine.target_weights import fingerprint, with_target
 
 BEST_FILE = "best.json"
 
@@ -42,6 +44,13 @@ def check_same_target(settings: Settings, training: SampleSource, held_out: Samp
                 f"data.eval_path: {folder_names(held_out)} has {name} {theirs}, {folder_names(training)} has {ours}; hold "
                 "out samples of the same target and layers"
             )
+    ours = Path(settings.data.target) if settings.data.target else next(iter(with_target(training.folders)), None)
+    for folder in with_target(held_out.folders):
+        if ours is not None and fingerprint(load_target_tensors(folder)) != fingerprint(load_target_tensors(ours)):
+            raise ValueError(
+                f"data.eval_path: {folder / TARGET_FILE} has other weights than the target in {ours}; hold out samples of the "
+                "same target"
+            )
 
 
 class HeldOut:
@@ -65,6 +74,8 @@ class HeldOut:
         self.too_long = plan.too_long
         self.best: float | None = None
         self._folder, self._all = folder / "best", plan.epoch(0)
+        # Which samples the best was measured on.
+        self._digest = dataset.digest
         self.limit(settings.run.eval_batches)
 
     def limit(self, batches: int) -> None:
@@ -72,13 +83,16 @@ class HeldOut:
         self._batches = self._all[: batches or None]
 
     def go_on(self) -> None:
-        """Takes up the best of the run that is continued. Raises ValueError when best.json is damaged."""
+        """Takes up the best of the run that is continued, if it was measured on these samples. Raises ValueError when best.json
+        is damaged."""
         restore_folder(self._folder)
         file = self._folder / BEST_FILE
         self.best = None
         if file.is_file():
             try:
-                self.best = float(json.loads(file.read_bytes())["eval_accept_len"])
+                told = json.loads(file.read_bytes())
+                best = float(told["eval_accept_len"])
+                self.best = best if told.get("eval_data", self._digest) == self._digest else None
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"{file}: expected the best evaluation, found a damaged one ({error}); remove {self._folder} to go on"
@@ -96,5 +110,6 @@ class HeldOut:
         record |= {f"eval_{key}": means[key] for key in ("loss", "accuracy", "accept_len", "accuracy_per_slot")}
         if self.best is None or means["accept_len"] > self.best:
             self.best = means["accept_len"]
-            save_drafter(self._folder, engine.config, engine.params.state(), {BEST_FILE: without_nan(record)})
+            best = without_nan(record) | {"eval_data": self._digest}
+            save_drafter(self._folder, engine.config, engine.params.state(), {BEST_FILE: best})
         return record

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from buffers.dataset import Dataset, SampleSource, load_target_tensors
 from buffers.manifest import TARGET_FILE
 from engine.assemble import norm_eps, text_config
 from engine.rope import rope_from_config
 from engine.settings import Settings
-
-# Rows of embedding and head that tell one target from another; a checkpoint of any size is compared in a moment.
-_ROWS = 64
+from engine.target_weights import fingerprint
 
 
 def refuse_disagreement(sources: Sequence[SampleSource], settings: Settings) -> None:
@@ -63,7 +57,7 @@ def _target_claims(sources: Sequence[SampleSource], target: str) -> dict[str, di
     """name of the claim -> value -> the folders that make it. Another trainer's files know no target but data.target."""
     weights: dict[str, list[str]] = {}
     if target and any(Path(target).glob("*.safetensors")):
-        weights.setdefault(_fingerprint(load_target_tensors(target)), []).append(f"{target} (data.target)")
+        weights.setdefault(fingerprint(load_target_tensors(target)), []).append(f"{target} (data.target)")
     names: dict[str, list[str]] = {}
     compared = True
     for source in sources:
@@ -71,19 +65,9 @@ def _target_claims(sources: Sequence[SampleSource], target: str) -> dict[str, di
             continue
         folder = source.folders[0]
         if (folder / TARGET_FILE).is_file():
-            weights.setdefault(_fingerprint(load_target_tensors(folder)), []).append(str(folder))
+            weights.setdefault(fingerprint(load_target_tensors(folder)), []).append(str(folder))
         else:
             compared = False
         # An organisation or a folder before the name says nothing of the weights.
         names.setdefault(Path(source.info.target_name).name, []).append(str(folder))
     return {"weights of the target": weights} if compared else {"weights of the target": weights, "target": names}
-
-
-def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """The first digits of a sha256 over some rows of each tensor, rounded to bf16."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        some = tensor[:: max(1, len(tensor) // _ROWS)].to(torch.bfloat16).contiguous()
-        digest.update(some.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:12]

@@ -199,6 +199,20 @@ def test_a_budget_that_holds_no_row(tmp_path: Path, fails: Fails) -> None:
     assert "Raise token_budget to at least 384" in line
 
 
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_target_that_is_not_the_datasets_own(command: str, tmp_path: Path, fails: Fails) -> None:
+    data, other = training_dataset(tmp_path / "data", FEW), training_dataset(tmp_path / "other", FEW)
+    tiny_drafter(tmp_path / "drafter")
+    file = other / "target.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+    line = fails([*commands_on(data, tmp_path)[command], "--set", f"data.target={other}"], code=2)
+    expected = f"data.target: expected the target of {data / 'target.safetensors'}, found other weights in {other}."
+    assert line.startswith(expected)
+    if command == "train":
+        line = fails([*commands_on(data, tmp_path)[command], "--set", f"data.eval_path={other}"])
+        assert f"data.eval_path: {file} has other weights than the target in {data}; hold out samples" in line
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

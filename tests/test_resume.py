@@ -240,6 +240,18 @@ def test_the_best_drafter_outlives_a_death_between_two_renames(data: Path, tmp_p
     assert not (output / ".best.old").exists()
 
 
+def test_a_best_that_was_measured_on_other_samples_is_none(data: Path, tmp_path: Path) -> None:
+    first, second = (training_dataset(tmp_path / str(n), (50, n), first_sample=n) for n in (100, 140))
+    best = tmp_path / "run" / "best" / "best.json"
+    run(data, tmp_path / "run", f"data.eval_path={first}", "run.epochs=1")
+    told = json.loads(best.read_text()) | {"eval_accept_len": 99.0}
+    best.write_text(json.dumps(told))
+    run(data, tmp_path / "run", f"data.eval_path={first}", "run.epochs=2")
+    assert json.loads(best.read_text()) == told
+    run(data, tmp_path / "run", f"data.eval_path={second}", "run.epochs=3")
+    assert json.loads(best.read_text())["eval_data"] == Dataset(second).digest
+
+
 @pytest.mark.parametrize("text", ["", "null", "{}", '{"eval_accept_len": null}', "\xff"])
 def test_a_damaged_best_is_named(data: Path, tmp_path: Path, text: str) -> None:
     held_out = training_dataset(tmp_path / "held-out", (50,), first_sample=100)

@@ -82,7 +82,8 @@ def test_held_out_samples_are_measured_at_fixed_steps_and_the_best_drafter_kept(
     steps = [record["step"] for record in metrics(output)]
     assert steps == sorted(steps)
     best = max(measured, key=lambda record: record["eval_accept_len"])
-    assert json.loads((output / "best" / "best.json").read_text()) == best
+    told = json.loads((output / "best" / "best.json").read_text())
+    assert told == best | {"eval_data": Dataset(held_out).digest}
     saved, kept = checkpoint_tensors(output, best["step"]), load_file(output / "best" / "model.safetensors")
     assert_same_bits(kept, {name: saved[f"master.{name}"].bfloat16() for name in kept})
 
