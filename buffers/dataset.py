@@ -25,6 +25,7 @@ from buffers.manifest import (
     check_tokens,
     mask_length_error,
     open_safetensors,
+    refuse_cut,
     sha256,
     wrong_width_error,
 )
@@ -147,6 +148,7 @@ class Dataset:
         """Tokens [start, stop) of sample i as views of the mapped file; nothing is read until it is used."""
         stop = check_range(i, start, stop, self.lengths)
         shard = int(np.searchsorted(self._first_ids, i, side="right")) - 1
+        refuse_cut(self.path / self.info.shards[shard].file, self.info.shards[shard].num_bytes)
         first = int(self._offsets[shard][i - self._first_ids[shard]])
         views = {
             name: tensor[first + start : first + stop]

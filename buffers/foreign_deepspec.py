@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from buffers.manifest import refuse_cut
 from buffers.raw_sample import RawSample
 
 DEEPSPEC = "DeepSpec"
@@ -67,6 +68,7 @@ class DeepSpecReader:
         content = self._bytes[shard]
         if isinstance(content, str):
             raise ValueError(content)
+        refuse_cut(self.root / self.shard_files[shard], len(content))
         if not length:
             raise ValueError(f"expected at least one token, found seq_len 0 in {INDEX}")
         L, D = len(self.target_layer_ids), self.hidden_size

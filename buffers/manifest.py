@@ -153,6 +153,20 @@ def write_safetensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str
         raise OSError(f"could not write {file}: {error}. Make room or choose another folder.") from error
 
 
+def refuse_cut(file: Path, size: int) -> None:
+    """Raises ValueError when a mapped file has lost bytes since it was opened: reading them would end the process. One that was
+    removed stays mapped, and whole."""
+    try:
+        now = file.stat().st_size
+    except OSError:
+        return
+    if now < size:
+        raise ValueError(
+            f"expected {size} bytes in {file} as when it was opened, found {now}: it was cut or is being written over. "
+            "Copy it or write it again."
+        )
+
+
 def make_readable(file: Path) -> None:
     """Gives a file the mode that the user's umask allows: safetensors writes its files for their owner alone."""
     umask = os.umask(0)

@@ -14,6 +14,7 @@ from buffers.manifest import MANIFEST, TARGET_FILE, UNFINISHED, DatasetInfo
 from buffers.raw_sample import RawSample, measure
 from engine.data_source import open_data
 from engine.reports import make_console
+from engine.run_folder import alone_in
 from engine.sample_progress import SampleProgress
 from engine.settings import Settings
 
@@ -34,10 +35,12 @@ def convert_dataset(source: Path, out: Path, settings: Settings, *, shard_tokens
             f"{source}: expected another trainer's hidden states, found a dataset of ours. Use it as it is."
         )
     console = make_console(stderr=True)
-    kept, has_target = _write(dataset, out, settings, shard_tokens)
-    console.print("reading it back")
-    written = Dataset(out)
-    _compare(dataset, written)
+    out.mkdir(parents=True, exist_ok=True)
+    with alone_in(out, "OUT", "conversion"):
+        kept, has_target = _write(dataset, out, settings, shard_tokens)
+        console.print("reading it back")
+        written = Dataset(out)
+        _compare(dataset, written)
     figures = {
         "source": str(source),
         "format": dataset.format,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from engine.extract_tally import Tally, left_out_lines, warnings_about
 from engine.extract_work import Work
 from engine.hf_target import import_transformers, load_hf_target
 from engine.reports import make_console
+from engine.run_folder import alone_in
 
 REPORT, PROGRESS = "extraction.json", "unfinished-extraction.jsonl"
 
@@ -26,6 +28,11 @@ def extract_dataset(options: ExtractOptions) -> dict[str, Any]:
 
     Raises ValueError for options, targets, tokenizers and data that cannot be used, naming what to do.
     """
+    with ExitStack() as parts:
+        return _extract(options, parts)
+
+
+def _extract(options: ExtractOptions, parts: ExitStack) -> dict[str, Any]:
     if not options.data.is_file():
         raise ValueError(
             f"expected conversations in {options.data}, found no such file. Give a JSONL file with --data."
@@ -42,6 +49,8 @@ def extract_dataset(options: ExtractOptions) -> dict[str, Any]:
     target = load_hf_target(options.target, device, torch.bfloat16 if precision == "bf16" else torch.float32)
     layers = choose_layers(options, len(target.layers))
     mask_token_id, mask_from = choose_mask_token(options.mask_token_id, tokenizer, target.vocab_size)
+    options.out.mkdir(parents=True, exist_ok=True)
+    parts.enter_context(alone_in(options.out, "--out", "extraction"))
     writer = DatasetWriter(
         options.out,
         target_name=options.target,

@@ -1,4 +1,4 @@
-"""The folder of a run: whether a run may be written there, and from which checkpoint it goes on."""
+"""The folder of a run: who holds it, whether a run may be written there, and from which checkpoint it goes on."""
 
 from __future__ import annotations
 
@@ -37,16 +37,17 @@ def prepare_output(folder: Path, *, resume: bool) -> Path | None:
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Holds `folder` for this run; the system lets go of it when the process ends, however it ends. Raises SettingsError
-    when another run is at work there. Where a file system has no locks, nothing is held."""
+def alone_in(folder: Path, name: str = "run.output", other: str = "run") -> Iterator[None]:
+    """Holds `folder` for this process; the system lets go of it when the process ends, however it ends. Raises SettingsError,
+    which says `name` of the folder and what `other` is, when another one is at work there. Where a file system has no locks,
+    nothing is held."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise SettingsError(
-                f"run.output: another run is writing to {folder}; wait for its end, or choose another folder"
+                f"{name}: another {other} is writing to {folder}; wait for its end, or choose another folder"
             ) from error
         except OSError:
             pass

@@ -9,6 +9,7 @@ import torch
 from bench.cli import main
 from buffers.dataset import Dataset, load_target_tensors
 from buffers.dataset_writer import DatasetWriter
+from engine.run_folder import alone_in
 from tests.foreign_helpers import FIXTURES, FORMATS, MASK, archive, truth, write_specforge, write_target
 from tests.run_helpers import files_under
 
@@ -122,6 +123,18 @@ def test_a_target_without_weights(target: Path, tmp_path: Path, capsys: pytest.C
     (tmp_path / "config.json").write_text((target / "config.json").read_text())
     assert main(arguments(FIXTURES / "deepspec", tmp_path / "out", tmp_path)) == 0
     assert "the dataset gets no target.safetensors, and training from it needs data.target" in capsys.readouterr().err
+
+
+def test_one_at_a_time(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    args = arguments(FIXTURES / "specforge", out, target)
+    with alone_in(out):
+        assert main(args) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == f"error: OUT: another conversion is writing to {out}; wait for its end, or choose another folder"
+    assert not list(out.iterdir())
+    assert main(args) == 0
 
 
 @pytest.mark.parametrize(

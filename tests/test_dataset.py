@@ -1,4 +1,5 @@
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -293,6 +294,23 @@ def target_tensors() -> dict[str, Tensor]:
         "lm_head.weight": torch.randn(VOCAB, HIDDEN_SIZE),
         "norm.weight": torch.randn(HIDDEN_SIZE),
     }
+
+
+def test_a_shard_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path, [40, 60])
+    shard = tmp_path / "shard-00000.safetensors"
+    size = shard.stat().st_size
+    os.truncate(shard, 1000)
+    with pytest.raises(
+        ValueError, match=f"expected {size} bytes in {shard} as when it was opened, found 1000: it was cut"
+    ):
+        dataset.sample(1)
+
+
+def test_a_shard_that_was_removed_is_read_on(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path, [40, 60])
+    (tmp_path / "shard-00000.safetensors").unlink()
+    assert torch.equal(dataset.sample(1).input_ids, random_sample(60, 1)["input_ids"])
 
 
 def test_the_targets_tensors_travel_with_the_dataset(tmp_path: Path) -> None:

@@ -263,6 +263,14 @@ def rewrite_index(folder: Path, sample: int, field: int, value: int) -> None:
     (folder / "samples.idx").write_bytes(content)
 
 
+def test_a_deepspec_shard_that_is_cut_while_it_is_read(target: Path, tmp_path: Path) -> None:
+    folder = copied("deepspec", tmp_path)
+    dataset = open_dataset(folder, facts(target))
+    os.truncate(folder / "shard-00000.bin", 100)
+    with pytest.raises(ValueError, match="shard-00000.bin.*as when it was opened, found 100: it was cut"):
+        dataset.sample(0)
+
+
 def test_deepspec_damage(target: Path, tmp_path: Path) -> None:
     folder = copied("deepspec", tmp_path)
     shard = folder / "shard-00002.bin"  # sample 2
