@@ -258,12 +258,12 @@ def whole_step(name: str = "W2") -> dict[str, Any]:
         engine.params.draw_(0)
         engine.build()
         inputs.fill(bucket)
+        held = torch.cuda.memory_reserved() / 2**30
         differs = engine.verify(bucket)
         if differs is not None:
             raise ValueError(
                 f"{name} {kind}: the replay differs from the eager step in {differs.name}; no speed is shown"
             )
-        held = torch.cuda.memory_reserved() / 2**30
         # As the first micro-batch of a step: the others add to its gradients.
         ms = median_ms(partial(engine.executor.run, f"train {bucket.name}"), device, repeats=20)
         engine.zero_()

@@ -62,3 +62,14 @@ def test_commands_and_their_options_exist(page: str) -> None:
             command = command.commands[second]
         known = {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}
         assert set(re.findall(r"(?<!\S)--[a-z-]+", rest)) <= known, (words, rest)
+
+
+def test_every_figure_that_is_explained_is_one() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS.parent / "bench").glob("*.py"))
+    rows = re.findall(r"^\| (`[^|]*) \|", (DOCS / "benchmarks.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    spans = [span for row in rows for span in re.findall(r"`([^`]+)`", row)]
+    names = [span.rpartition(".")[2].removesuffix("[]") for span in spans if not span.startswith(("-", "."))]
+    assert len(names) > 60
+    # peers has the figures of both under their names, buckets those of the eager epoch.
+    missing = [n for n in names if not re.search(rf'"({n}|{re.sub("^(ours|specforge)_|_eager$", "", n)})"', source)]
+    assert missing == []

@@ -68,6 +68,19 @@ def test_operations_never_import_their_references_nor_the_reverse() -> None:
             assert f"engine.ops.{other.stem}" not in imported_by(one), f"{one.name} imports {other.name}"
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_every_operation_has_its_definition_beside_it(precision: str) -> None:
+    pytest.importorskip("triton")
+    from engine.kernels import fused_ops
+
+    ops = vars(fused_ops("triton", precision))
+    modules = {value.__module__ for value in ops.values() if getattr(value, "__module__", "").startswith("engine.ops.")}
+    assert len(modules) > 10
+    for module in [*modules, "engine.ops.attention"]:
+        path = ROOT.joinpath(*module.split("."))
+        assert path.with_name(f"{path.name}_ref.py").exists(), module
+
+
 def test_no_file_bears_the_name_of_a_standard_module() -> None:
     # `python bench/x.py` puts bench/ first on sys.path: a bench/profile.py would then break `import cProfile`.
     assert [str(path.relative_to(ROOT)) for path in FILES if path.stem in sys.stdlib_module_names] == []
