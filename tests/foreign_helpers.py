@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from buffers.dataset import DatasetWriter
 from buffers.foreign_facts import Facts
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -88,4 +89,21 @@ def write_specforge(
     for index, sample in enumerate(truth()):
         content = archive(change(specforge_values(sample), sample), packed=packed)
         (rows / f"data_{index}{suffix}").write_bytes(content)
+    return folder
+
+
+def write_ours(folder: Path, target: Path, **changes: Any) -> Path:
+    """The fixtures' samples as a dataset of ours."""
+    info: dict[str, Any] = {
+        "target_name": "tiny",
+        "target_config": json.loads((target / "config.json").read_text()),
+        "hidden_size": D,
+        "target_layer_ids": TAPS,
+        "vocab_size": V,
+        "mask_token_id": MASK,
+        "last_hidden_norm": "pre",
+    }
+    with DatasetWriter(folder, **info | changes) as out:
+        for sample in truth():
+            out.add(**sample)
     return folder

@@ -1,14 +1,16 @@
 """`dflash-engine data convert`: the same tensors in our format, whatever happens on the way."""
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench.cli import main
-from buffers.dataset import Dataset, load_target_tensors
+from buffers.dataset import Dataset, Sample, load_target_tensors
 from buffers.dataset_writer import DatasetWriter
+from buffers.foreign import ForeignDataset
 from engine.run_folder import alone_in
 from tests.foreign_helpers import FIXTURES, FORMATS, MASK, archive, truth, write_specforge, write_target
 from tests.run_helpers import files_under
@@ -102,6 +104,33 @@ def test_gzipped_fp32(target: Path, tmp_path: Path) -> None:
     assert main(arguments(data, tmp_path / "out", target)) == 0
     expected = (truth()[5]["hidden_states"].float() * 1.001).bfloat16()
     assert torch.equal(Dataset(tmp_path / "out").sample(5).hidden_states, expected)
+
+
+def test_hidden_states_in_memory_are_bounded_whatever_the_source(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that are read, not more than two shards are held at a time."""
+    data = write_specforge(tmp_path / "data", packed=True)
+    held = most = 0
+    read = ForeignDataset.sample
+
+    def watched(self: ForeignDataset, i: int, start: int = 0, stop: int | None = None) -> Sample:
+        nonlocal held, most
+        sample = read(self, i, start, stop)
+        tokens = len(sample.input_ids)
+        held += tokens
+        most = max(most, held)
+
+        def forget() -> None:
+            nonlocal held
+            held -= tokens
+
+        weakref.finalize(sample.hidden_states, forget)
+        return sample
+
+    monkeypatch.setattr(ForeignDataset, "sample", watched)
+    assert main(arguments(data, tmp_path / "out", target)) == 0
+    assert 60 < most <= 2 * 120 < int(Dataset(tmp_path / "out").lengths.sum()) and held == 0
 
 
 def test_what_was_written_is_compared(

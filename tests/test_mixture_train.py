@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from bench.buckets import run as bench_buckets
 from bench.cli import main
 from buffers.batching import Batch
-from buffers.dataset import DatasetWriter
 from engine.data_source import open_training_data
 from engine.mixture_inspection import inspect_mixture
 from engine.planning import show_plan
@@ -19,7 +18,7 @@ from engine.settings import Settings, load_settings
 from engine.settings_fields import SettingsError
 from engine.train import train
 from tests.drafter_helpers import assert_same_bits
-from tests.foreign_helpers import FIXTURES, MASK, TAPS, D, V, truth, write_target
+from tests.foreign_helpers import FIXTURES, MASK, TAPS, write_ours, write_target
 from tests.run_helpers import SETTINGS, TARGET_CONFIG, checkpoint_tensors, interrupt, metrics, run, training_dataset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,23 +43,6 @@ def mixed(*folders: Path, output: Path = Path("unused"), weights: str = "", chan
     return load_settings(
         None, [*SETTINGS, f"data.weights={weights}", f"run.output={output}", *changes], folders=folders
     )
-
-
-def write_ours(folder: Path, target: Path, **changes: Any) -> Path:
-    """The fixtures' samples as a dataset of ours."""
-    info: dict[str, Any] = {
-        "target_name": "tiny",
-        "target_config": json.loads((target / "config.json").read_text()),
-        "hidden_size": D,
-        "target_layer_ids": TAPS,
-        "vocab_size": V,
-        "mask_token_id": MASK,
-        "last_hidden_norm": "pre",
-    }
-    with DatasetWriter(folder, **info | changes) as out:
-        for sample in truth():
-            out.add(**sample)
-    return folder
 
 
 def served(steps: list[tuple[Batch, ...]], epoch: int) -> Counter[int]:
