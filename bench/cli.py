@@ -91,19 +91,20 @@ def buckets(
 ) -> None:
     """Tokens/s of each bucket and of an epoch, against padding to the longest sample and against eager steps.
 
-    The buckets are those of the plan for the dataset in the folder DATA (several folders are mixed, with data.weights), or
-    for a mixture of lengths on the model of one --workload (W2, on the CPU tiny). With buckets.packing one sample a row is
+    The buckets are those of the plan for the dataset in the folder DATA (several folders are mixed, with data.weights; without
+    DATA those of data.path), or for a mixture of lengths on the model of one --workload (W2, on the CPU tiny). With buckets.packing one sample a row is
     timed too.
     """
-    if (not data) != mixture:
-        raise click.UsageError("Expected either DATA or --mixture, found " + ("both." if data else "neither."))
-    if workloads and (data or len(workloads) > 1):
-        raise click.UsageError("Expected at most one --workload, with --mixture. One step's speed: bench step.")
     settings = load_settings(config, overrides, folders=data)
+    folders = () if mixture and not data else settings.data.folders
+    if (not folders) != mixture:
+        raise click.UsageError("Expected either DATA or --mixture, found " + ("both." if data else "neither."))
+    if workloads and (folders or len(workloads) > 1):
+        raise click.UsageError("Expected at most one --workload, with --mixture. One step's speed: bench step.")
     from bench.buckets import run as run_buckets
 
     figures = run_buckets(
-        data or None,
+        folders or None,
         settings,
         samples=samples,
         supervised=supervised,

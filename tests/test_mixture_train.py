@@ -280,6 +280,13 @@ def test_bench_buckets_of_a_mixture(pair: tuple[Path, Path]) -> None:
     assert sum(row["batches"] for row in figures["buckets"]) == 11
 
 
+def test_bench_buckets_takes_the_settings_folders(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    given = (*SETTINGS, f"data.path={pair[0]},{pair[1]}", "data.weights=0.5,1")
+    words = [word for setting in given for word in ("--set", setting)]
+    assert main(["bench", "buckets", *words, "--repeats", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["samples"] == 11
+
+
 def test_inspecting_several(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = inspect_mixture(pair, mixed(), verify=False)
     assert [found["samples"] for found in figures["datasets"].values()] == [10, 6]
