@@ -92,8 +92,8 @@ def buckets(
     """Tokens/s of each bucket and of an epoch, against padding to the longest sample and against eager steps.
 
     The buckets are those of the plan for the dataset in the folder DATA (several folders are mixed, with data.weights; without
-    DATA those of data.path), or for a mixture of lengths on the model of one --workload (W2, on the CPU tiny). With buckets.packing one sample a row is
-    timed too.
+    DATA those of data.path), or for a mixture of lengths on the model of one --workload (W2, on the CPU tiny). With
+    buckets.packing one sample a row is timed too.
     """
     settings = load_settings(config, overrides, folders=data)
     folders = () if mixture and not data else settings.data.folders

@@ -21,7 +21,7 @@ from engine.engine import FrozenTarget
 from engine.export import load_drafter
 from engine.params import initial_parameters
 from engine.precision import check_fp8_device, compute_dtype
-from engine.rope import rope_from_config
+from engine.rope import rope_of_drafter
 from engine.settings import Settings
 from engine.settings_fields import SettingsError
 from engine.target_weights import fingerprint, with_target
@@ -90,7 +90,7 @@ def drafter_config(settings: Settings, info: DatasetInfo) -> DrafterConfig:
         sliding_window=model.sliding_window or None,
         causal_layers=None if model.causal == "auto" else (model.causal == "yes",) * model.num_hidden_layers,
         rms_norm_eps=norm_eps(target),
-        rope=rope_from_config(target),
+        rope=rope_of_drafter(target),
         max_position_embeddings=_needed(target, "max_position_embeddings", 32768),
         bos_token_id=target.get("bos_token_id"),
         eos_token_id=_first(target.get("eos_token_id")),

@@ -11,13 +11,14 @@ from rich.console import Console
 
 from buffers.dataset_writer import DatasetWriter
 from buffers.manifest import MANIFEST
-from engine.assemble import resolve_device, resolve_precision
+from engine.assemble import resolve_device, resolve_precision, text_config
 from engine.extract_options import ExtractOptions, choose_layers, choose_mask_token, load_tokenizer, source_of
 from engine.extract_reader import Progress, Reader
 from engine.extract_tally import Tally, left_out_lines, warnings_about
 from engine.extract_work import Work
-from engine.hf_target import import_transformers, load_hf_target
+from engine.hf_target import HfTarget, import_transformers, load_hf_target
 from engine.reports import make_console
+from engine.rope import rope_of_drafter
 from engine.run_folder import alone_in
 
 REPORT, PROGRESS = "extraction.json", "unfinished-extraction.jsonl"
@@ -71,6 +72,9 @@ def _extract(options: ExtractOptions, parts: ExitStack) -> dict[str, Any]:
         f"target: {options.target}, {precision} on {device}; after layers {list(layers)} of {len(target.layers)}",
     )
     _say(console, f"mask token: {mask_token_id}, {mask_from}")
+    untrainable = _untrainable(target)
+    if untrainable:
+        _say(console, f"warning: {untrainable}")
     if kept:
         _say(console, f"{kept:,} samples are there already; going on behind them")
     writer.write_target(*target.stored_tensors())
@@ -110,7 +114,8 @@ def _extract(options: ExtractOptions, parts: ExitStack) -> dict[str, Any]:
         "left_out": {reason: entry["count"] for reason, entry in tally.left_out.items()},
         "left_out_examples": {reason: entry["examples"] for reason, entry in tally.left_out.items()},
         "target_loss_nats": work.loss.mean,
-        "warnings": warnings_about(
+        "warnings": [untrainable] * bool(untrainable)
+        + warnings_about(
             tally,
             work.loss,
             vocab_size=target.vocab_size,
@@ -133,6 +138,17 @@ def _extract(options: ExtractOptions, parts: ExitStack) -> dict[str, Any]:
     progress.remove()
     _show(console, figures, tally)
     return figures
+
+
+def _untrainable(target: HfTarget) -> str:
+    """Why no new drafter can be made for the target's hidden states, said before they are made; "" when one can."""
+    try:
+        rope_of_drafter(text_config(target.config))
+    except ValueError as error:
+        return (
+            f"`train` will refuse a new drafter for this target (with --init one that has a rope of its own): {error}"
+        )
+    return ""
 
 
 def _say(console: Console, text: str) -> None:

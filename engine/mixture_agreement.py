@@ -8,7 +8,7 @@ from pathlib import Path
 from buffers.dataset import Dataset, SampleSource, load_target_tensors
 from buffers.manifest import TARGET_FILE
 from engine.assemble import norm_eps, text_config
-from engine.rope import rope_from_config
+from engine.rope import rope_of_drafter
 from engine.settings import Settings
 from engine.target_weights import fingerprint
 
@@ -46,7 +46,7 @@ def _claims(source: SampleSource, settings: Settings) -> dict[str, str]:
         "mask_token_id": info.mask_token_id,
         "num_hidden_layers of the target": config.get("num_hidden_layers"),
         "rms_norm_eps of the target": norm_eps(config),
-        "rope of the target": rope_from_config(config),
+        "rope of the target": rope_of_drafter(config),
     }
     if settings.objective.kl_weight > 0:
         claims["last_hidden_norm"] = info.last_hidden_norm

@@ -46,6 +46,7 @@ class RopeConfig:
             )
 
 
+_PARTIAL = "partial_rotary_factor"
 _YARN_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
@@ -78,11 +79,24 @@ def rope_from_config(config: Mapping[str, object]) -> RopeConfig:
     return rope
 
 
+def rope_of_drafter(target: Mapping[str, object]) -> RopeConfig:
+    """What a new drafter takes from its target's config.json: theta and scaling, for the whole head.
+
+    Which part of its own heads a target rotates (a quarter in Qwen3-Next and Qwen3.5) is no matter of the drafter's: those
+    that are served beside such targets rotate all, and say nothing of a part. Raises as `rope_from_config` does.
+    """
+    spellings = {
+        name: {key: value for key, value in _spelling(target, name).items() if key != _PARTIAL}
+        for name in ("rope_parameters", "rope_scaling")
+    }
+    return rope_from_config({**target, **spellings, _PARTIAL: None})
+
+
 def _read_spelling(config: Mapping[str, object], scaling: Mapping[str, object]) -> RopeConfig:
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     theta = _number("rope_theta", scaling.get("rope_theta", config.get("rope_theta", 10000.0)))
-    partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial is not None and _number("partial_rotary_factor", partial) != 1.0:
+    partial = scaling.get(_PARTIAL, config.get(_PARTIAL))
+    if partial is not None and _number(_PARTIAL, partial) != 1.0:
         raise ValueError(
             f"partial_rotary_factor: expected 1.0, found {partial}. Only a rotation of the whole head is reproduced "
             "here."

@@ -15,6 +15,7 @@ from engine.rope import (
     rope_cos_sin,
     rope_from_config,
     rope_inv_freq,
+    rope_of_drafter,
     rope_to_config,
 )
 
@@ -182,6 +183,18 @@ def test_rope_depends_on_distance_only() -> None:
         for at in (0, 40)
     ]
     assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+def test_a_drafter_rotates_the_whole_head_whatever_its_target_does(spelling: str) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    for scaling in ({"rope_type": "default"}, yarn):
+        whole = {"rope_theta": 1e7, spelling: scaling}
+        expected = rope_from_config(whole)
+        assert rope_of_drafter(whole) == expected
+        assert rope_of_drafter({**whole, "partial_rotary_factor": 0.25}) == expected
+        assert rope_of_drafter({**whole, spelling: {**scaling, "partial_rotary_factor": 0.25}}) == expected
+        assert "partial_rotary_factor" not in str(rope_to_config(expected))
 
 
 def test_rope_refusals() -> None:
