@@ -152,9 +152,9 @@ class ChatTokens:
 def given_tokens(record: Record, *, assistant_only: bool) -> Tokens:
     """The sample of a record of input_ids. Raises LeftOut when it has no mask, or one of another length."""
     assert record.input_ids is not None
-    ids = np.asarray(record.input_ids, np.int64)
+    ids, most = record.input_ids, np.iinfo(np.int32).max
     # An id that int32 cannot hold is outside every vocabulary all the same.
-    ids32 = ids.clip(-1, np.iinfo(np.int32).max).astype(np.int32)
+    ids32 = np.asarray([min(max(i, -1), most) for i in ids], np.int32)
     if not assistant_only:
         return Tokens(ids32, np.ones(len(ids), np.uint8), ALL)
     if record.loss_mask is None:

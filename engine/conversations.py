@@ -48,6 +48,11 @@ def parse_record(line: bytes) -> Record:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise LeftOut("no JSON", str(error)) from error
+    if b"\\u" in line or b"\xed" in line:
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:  # half of a pair of surrogates, which no tokenizer takes
+            raise LeftOut("text that is no Unicode", str(error)) from error
     if not isinstance(values, dict):
         raise LeftOut("no JSON object", f"found {str(values)[:40]}")
     if "input_ids" in values:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine.drafter_json import FULL as FULL
 from engine.drafter_json import SLIDING as SLIDING
-from engine.drafter_json import all_slide, integer, layers, refuse_unknown_arithmetic, token
+from engine.drafter_json import all_slide, integer, layers, number, refuse_unknown_arithmetic, token
 from engine.rope import RopeConfig, rope_from_config, rope_to_config
 from engine.speculators_layout import from_speculators, is_speculators
 
@@ -106,7 +106,7 @@ class DrafterConfig:
         heads = integer(config, "num_attention_heads")
         hidden_size = integer(config, "hidden_size")
         taps = merged.get("target_layer_ids")
-        if not isinstance(taps, Sequence) or isinstance(taps, str) or not taps:
+        if not isinstance(taps, Sequence) or not taps or not all(type(i) is int for i in taps):
             raise ValueError(
                 f"target_layer_ids: expected a list of layer numbers in dflash_config, found {taps!r}. Correct the "
                 "config.json."
@@ -114,7 +114,7 @@ class DrafterConfig:
         return cls(
             block_size=integer(merged, "block_size"),
             mask_token_id=integer(merged, "mask_token_id"),
-            target_layer_ids=tuple(int(i) for i in taps),
+            target_layer_ids=tuple(taps),
             num_target_layers=integer(merged, "num_target_layers"),
             hidden_size=hidden_size,
             intermediate_size=integer(config, "intermediate_size"),
@@ -125,13 +125,13 @@ class DrafterConfig:
             layer_types=layer_types,
             sliding_window=window,
             causal_layers=None if is_causal is None else (bool(is_causal),) * num_layers,
-            rms_norm_eps=float(str(config.get("rms_norm_eps", 1e-6))),
+            rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
             rope=rope_from_config(config),
             max_position_embeddings=integer(config, "max_position_embeddings", 32768),
             bos_token_id=token(config, "bos_token_id"),
             eos_token_id=token(config, "eos_token_id"),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            initializer_range=float(str(config.get("initializer_range", 0.02))),
+            initializer_range=number(config, "initializer_range", 0.02),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
         )
 

@@ -1,5 +1,6 @@
 """What a drafter's config.json says, key by key: numbers, kinds of layers, and what is refused because we do not compute it."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 FULL = "full_attention"
@@ -14,6 +15,16 @@ def integer(config: Mapping[str, object], name: str, default: int | None = None)
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**63:
         raise ValueError(f"{name}: expected an integer, found {value!r}. Correct the drafter's config.json.")
     return value
+
+
+def number(config: Mapping[str, object], name: str, default: float) -> float:
+    """The finite number under a name, or the default where there is none. Raises ValueError for anything else."""
+    value = config.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name}: expected a number, found {value!r}. Correct the drafter's config.json.")
+    return float(value)
 
 
 def token(config: Mapping[str, object], name: str) -> int | None:

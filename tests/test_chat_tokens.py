@@ -110,6 +110,8 @@ def test_both_spellings_of_a_conversation() -> None:
         ('{"messages": ["hi"]}', "expected messages with role and content, found hi"),
         ('{"messages": [{"content": "hi"}]}', "expected messages with role and content, found content"),
         ('{"messages": [{"role": "user"}]}', "expected a content in the message of user"),
+        ('{"text": "hello \\ud83d"}', "text that is no Unicode"),
+        ('{"messages": [{"role": "user", "content": "\\udc00"}]}', "text that is no Unicode"),
         ('{"input_ids": "abc"}', "input_ids is no list of whole numbers"),
         ('{"input_ids": [1, 2.5]}', "input_ids is no list of whole numbers"),
     ],
@@ -117,6 +119,10 @@ def test_both_spellings_of_a_conversation() -> None:
 def test_lines_that_are_no_records(line: str, message: str) -> None:
     with pytest.raises(LeftOut, match=message):
         parse_record(line.encode())
+
+
+def test_a_whole_pair_of_surrogates_is_text() -> None:
+    assert parse_record(b'{"text": "\\ud83d\\ude00"}').text == "\U0001f600"
 
 
 def test_given_tokens() -> None:
@@ -142,6 +148,7 @@ def test_samples_that_cannot_be_trained_on_are_left_out() -> None:
         ([1, 2, 3], [1, 0, 1], "no two supervised neighbours: 2 of 3"),
         ([1, 12, -3], [1, 1, 1], "2 of 3, the first 12 in a vocabulary of 10: another tokenizer's"),
         ([1, 2**40, 3], [1, 1, 1], "token ids outside the vocabulary: 1 of 3"),
+        ([1, 2**70, -(2**70)], [1, 1, 1], "token ids outside the vocabulary: 2 of 3"),
     ):
         with pytest.raises(LeftOut, match=message):
             check(ids, mask)
