@@ -22,7 +22,6 @@ class CompilationError(RuntimeError):
 _lock = threading.Lock()
 _bans = 0
 _exempt: Counter[int] = Counter()  # threads
-_watched: set[str] = set()
 _torch_compile = torch.compile
 
 
@@ -79,21 +78,24 @@ def _watch() -> None:
     loaded for this."""
     with _lock:
         dynamo = sys.modules.get("torch._dynamo.callback")
-        if dynamo is not None and "dynamo" not in _watched:
-            dynamo.on_compile_start(lambda *_: refuse_if_forbidden("a function under torch.compile"))
-            _watched.add("dynamo")
+        # torch._dynamo.reset() forgets who wanted to know.
+        if dynamo is not None and _ask_for_dynamo not in dynamo.callback_handler.start_callbacks:
+            dynamo.on_compile_start(_ask_for_dynamo)
         triton = sys.modules.get("triton")
-        if triton is not None and "triton" not in _watched:
+        if triton is not None and not hasattr(triton.knobs.runtime.jit_cache_hook, "asks_for_dflash_engine"):
             _watch_triton(triton)
-            _watched.add("triton")
+
+
+def _ask_for_dynamo(*_: Any) -> None:
+    refuse_if_forbidden("a function under torch.compile")
 
 
 def _watch_triton(triton: Any) -> None:
     earlier = triton.knobs.runtime.jit_cache_hook
 
     def ask(*args: Any, **kwargs: Any) -> Any:
-        fn = kwargs.get("fn")
-        refuse_if_forbidden(f"the Triton kernel {getattr(fn, 'name', '')}".strip())
+        refuse_if_forbidden(f"the Triton kernel {getattr(kwargs.get('fn'), 'name', '')}".strip())
         return earlier(*args, **kwargs) if earlier is not None else None
 
+    ask.asks_for_dflash_engine = True  # type: ignore[attr-defined]
     triton.knobs.runtime.jit_cache_hook = ask

@@ -1,8 +1,9 @@
 """Flex compiles once a shape, however many shapes an engine has. Here without kernels: the tracing is the same on the CPU."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 
 from engine.ops import attention_flex
 from engine.ops.attention_ref import attention_ref
@@ -12,11 +13,22 @@ from tests.attention_helpers import Case, inputs_of, mask_of
 CPU = torch.device("cpu")
 
 
+def trace_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo traces, nothing makes kernels of it."""
+    traced = torch.compile(attention_flex._flex, dynamic=False, fullgraph=True, backend="eager")
+    monkeypatch.setattr(attention_flex, "_compiled_flex", traced)
+
+
+def attend(S: int) -> None:
+    case = Case(K=8, N=16, H=2, G=1, S=S)
+    tiles = attention_flex.block_mask(mask_of(case), S, window=None, causal=False)
+    attention_flex.attention_flex(*inputs_of(case, torch.float32)[0], tiles=tiles)
+
+
 def test_more_buckets_than_dynamos_limit_are_compiled_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three buckets with full and sliding layers, trained and evaluated, are 12 compilations; Dynamo's own limit is 8."""
     torch._dynamo.reset()
-    traced = torch.compile(flex_attention, dynamic=False, fullgraph=True, backend="eager")
-    monkeypatch.setattr(attention_flex, "_compiled_flex", traced)
+    trace_only(monkeypatch)
     cases = [Case(K=8, N=16, H=2, G=1, S=128 * i, window=w) for i in range(1, 4) for w in (None, 50)]
 
     def attend_everywhere() -> None:
@@ -33,4 +45,31 @@ def test_more_buckets_than_dynamos_limit_are_compiled_and_kept(monkeypatch: pyte
     assert (Counters.read(CPU) - before).compilations == 2 * len(cases)
     with torch.compiler.set_stance("fail_on_recompile"):
         attend_everywhere()
+    torch._dynamo.reset()
+
+
+def test_room_is_made_for_every_generations_shapes_and_running_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    trace_only(monkeypatch)
+    monkeypatch.setattr(attention_flex, "_reserved", 0)
+    config: Any = torch._dynamo.config
+    with config.patch(recompile_limit=1):
+        attention_flex.reserve_compilations(1)
+        assert config.recompile_limit == 2, "a shape with and without gradient"
+        attend(128)
+        attend(256)
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            attend(384)
+        attention_flex.reserve_compilations(2)
+        attend(384)
+    torch._dynamo.reset()
+
+
+def test_flex_never_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    trace_only(monkeypatch)
+    attend(128)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match="would run uncompiled and dense"):
+        attend(128)
+    attend(128)
     torch._dynamo.reset()

@@ -9,7 +9,7 @@ import pytest
 
 from engine.settings import SECTIONS, BucketsSettings, ModelSettings, ObjectiveSettings, Settings, load_settings
 from engine.settings import settings_table as table
-from engine.settings_fields import SettingsError
+from engine.settings_fields import SettingsError, setting
 
 DOCS = Path(__file__).parent.parent / "docs" / "settings.md"
 
@@ -27,6 +27,23 @@ def test_docs_are_the_code() -> None:
 def test_every_setting_has_a_help_text() -> None:
     for section in SECTIONS.values():
         assert all(field.metadata["help"] for field in dataclasses.fields(section))
+
+
+def test_every_setting_has_a_class() -> None:
+    classes = {
+        f"{name}.{field.name}": field.metadata["change"]
+        for name, section in SECTIONS.items()
+        for field in dataclasses.fields(section)
+    }
+    assert set(classes.values()) == {"live", "recapture", "restart"}
+    with pytest.raises(TypeError, match="change"):
+        setting(1, "a setting without one")  # type: ignore[call-arg]
+    lines = {
+        line.split("|")[1].strip(" `"): line.split("|")[-2].strip() for line in table().splitlines() if "| `" in line
+    }
+    assert len(lines) == len(classes), "names differ between sections"
+    assert lines["kl_weight"] == "live; recapture between 0 and more"
+    assert (lines["lr"], lines["num_anchors"], lines["block_size"]) == ("live", "recapture", "restart")
 
 
 def test_file_then_overrides(tmp_path: Path) -> None:
