@@ -16,6 +16,7 @@ from engine.ops.draft_inputs import DraftTokens, Supervision
 from engine.ops.row_loss import RowLoss
 from engine.ops.weight import Weight
 from engine.precision import check_fp8_device
+from engine.settings_fields import SettingsError
 
 # q [B, Q, H, E], context k, v [B, S, G, E], draft k, v [B, Q, G, E] -> o [B, Q, H, E]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -157,7 +158,7 @@ def select_ops(device: torch.device, attention: str = "auto", precision: str = "
         check_fp8_device(device)
     if device.type == "cpu":
         if attention not in ("auto", "reference"):
-            raise ValueError(
+            raise SettingsError(
                 f'attention = "{attention}" needs a CUDA device, found cpu; set model.attention = "auto" or run on a GPU'
             )
         return reference_ops()

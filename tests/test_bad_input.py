@@ -378,7 +378,7 @@ def test_soft_labels_without_last_hidden(tmp_path: Path, fails: Fails) -> None:
 
 def test_attention_that_the_device_does_not_have(tmp_path: Path, fails: Fails) -> None:
     data = training_dataset(tmp_path / "data", FEW)
-    line = fails([*commands_on(data, tmp_path)["train"], "--set", "model.attention=flex"])
+    line = fails([*commands_on(data, tmp_path)["train"], "--set", "model.attention=flex"], code=2)
     assert "needs a CUDA device, found cpu" in line
 
 
