@@ -125,7 +125,7 @@ def test_the_estimate_follows_the_code(mode: str, precision: str) -> None:
     workload = replace(WORKLOADS["W1"], vocab_size=16384, N=256)
     expected = estimate(settings, workload.config(), [workload.bucket])
     with workload_subject(workload, settings, CUDA) as subject:
-        assert subject.report.pool_mib == pytest.approx(expected.pool / MIB, rel=0.1)
+        assert subject.report.pool_mib == pytest.approx(expected.pool / MIB, rel=0.15)
 
 
 @pytest.fixture(scope="module")
