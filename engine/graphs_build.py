@@ -19,22 +19,19 @@ from engine.assemble import (
     engine_options,
     frozen_target,
     initial_weights,
-    make_batch_plan,
-    make_plan,
-    pipeline_options,
     resolve_device,
     resolve_precision,
 )
 from engine.compile_cache import use_compile_cache
 from engine.data_source import open_training_data
 from engine.engine import Engine
-from engine.fingerprints import bucket_fingerprints
 from engine.graphs_ready import make_ready
 from engine.graphs_record import bucket_figures, print_record
-from engine.held_out import HeldOut, open_held_out
+from engine.held_out import open_held_out
+from engine.intake import Intake, RunData, plan_intake
 from engine.laps import Laps
 from engine.memory_budget import GIB, budget_for
-from engine.memory_report import check_plan, memory_figures, print_memory
+from engine.memory_report import memory_figures, print_memory
 from engine.reports import make_console
 from engine.settings import Settings
 from graphs.measure import StepCost, step_cost
@@ -53,47 +50,32 @@ def build_graphs(settings: Settings) -> dict[str, Any]:
         device = resolve_device(settings.run.device)
         precision = resolve_precision(settings.run.precision, device)
         use_compile_cache(settings, device, say)
-        data = open_training_data(settings.data.folders, settings)
-        config = drafter_config(settings, data.info)
-        pipeline = pipeline_options(settings, data, device, precision)
-        held_out, target = open_held_out(settings, data), frozen_target(settings, data)
-        buckets = make_plan(settings, data, config, device).buckets
-        plan = make_batch_plan(settings, data, buckets)
-        memory = check_plan(settings, data, config, buckets, device, budget_for(settings, device))
-        fingerprints = bucket_fingerprints(settings, config, data.info, buckets, device, precision)
+        training = open_training_data(settings.data.folders, settings)
+        config, target = drafter_config(settings, training.info), frozen_target(settings, training)
+        data = RunData(training, open_held_out(settings, training), config, device, precision)
+        plan = plan_intake(data, settings, budget_for(settings, device))
         laps.end("plan")
         weights = initial_weights(settings, config)
-        inputs = parts.enter_context(InputPipeline(data, buckets, **pipeline))
-        eval_inputs = None
-        if held_out is not None:
-            eval_inputs = HeldOut(
-                held_out, buckets, settings, folder=Path(settings.run.output), pipeline=pipeline
-            ).inputs
-            parts.enter_context(eval_inputs)
-        engine = Engine(
-            config,
-            target,
-            buckets,
-            inputs.inputs,
-            optimizer=settings.optimizer,
-            eval_inputs=eval_inputs.inputs if eval_inputs is not None else None,
-            **engine_options(settings, device, precision),
-        )
+        intake = Intake(data, plan)
+        parts.callback(intake.close)
+        options = engine_options(settings, device, precision) | intake.for_engine()
+        engine = Engine(config, target, optimizer=settings.optimizer, **options)
         parts.callback(engine.close)
         engine.params.load_(weights)
         laps.end("memory")
         record = make_ready(
             engine,
-            chain.from_iterable(map(plan.epoch, range(settings.run.epochs))),
-            inputs.load,
+            chain.from_iterable(map(plan.batches.epoch, range(settings.run.epochs))),
+            intake.inputs.load,
             settings=settings,
-            fingerprints=fingerprints,
+            fingerprints=plan.fingerprints,
             laps=laps,
             say=say,
-            estimates_mib=memory.grown_mib(),
+            estimates_mib=plan.memory.grown_mib(),
         )
-        times = _measure(engine, plan.epoch(0), inputs)
+        times = _measure(engine, plan.batches.epoch(0), intake.inputs)
         laps.end("measure")
+    memory = plan.memory
     timed = tuple(replace(bucket, **times.get(bucket.bucket, {})) for bucket in record.buckets)
     record = replace(record, buckets=timed, phases_s=tuple(laps.seconds.items()))
     path = write_record(Path(settings.run.output), record)
