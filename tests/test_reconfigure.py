@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from engine.run import TrainingRun
 from engine.settings import load_settings
 from engine.settings_fields import SettingsError
 from engine.train import train
-from graphs.executor import CaptureError
+from graphs.executor import CallExecutor, CaptureError
 from tests.drafter_helpers import assert_same_bits
 from tests.reconfigure_helpers import (
     AfterStep,
@@ -433,3 +434,35 @@ def test_graphs_json_and_buffers_are_the_new_generations(data: Path, tmp_path: P
     assert [bucket["bucket"] for bucket in record["buckets"]] == ["1x256x32"]
     text = (tmp_path / "run" / "buffers.txt").read_text()
     assert "tables of generation 2" in text and "1x128x32" not in text
+
+
+class PartlyReplayed(CallExecutor):
+    """Says that it replays all but the largest bucket, whose capture failed."""
+
+    how = "partly replayed"
+
+    def build(self) -> Any:
+        return [replace(report, how=self.how_of(report.name), why=self._why(report.name)) for report in super().build()]
+
+    def how_of(self, name: str) -> str:
+        return "called" if name.endswith("1x256x32") and not name.startswith("eval") else "replayed"
+
+    def _why(self, name: str) -> str:
+        return "could not finish capturing: not permitted" if self.how_of(name) == "called" else ""
+
+
+def test_a_bucket_that_is_called_where_others_are_replayed_is_told_in_every_report(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("engine.engine.make_executor", lambda device: PartlyReplayed())
+    output = tmp_path / "run"
+    figures = run(data, output, "run.on_capture_failure=eager", "run.max_steps=4")
+    assert figures["how"] == "partly replayed"
+    assert {row["bucket"]: row["how"] for row in figures["buckets"]} == {"1x128x32": "replayed", "1x256x32": "called"}
+    said = capsys.readouterr().err
+    assert "train 1x256x32 is called, not replayed: could not finish capturing: not permitted" in said
+    record = json.loads((output / "graphs.json").read_text())
+    assert {bucket["bucket"]: bucket["how"] for bucket in record["buckets"]} == {
+        "1x128x32": "replayed",
+        "1x256x32": "called",
+    }
