@@ -180,7 +180,8 @@ class GraphExecutor:
             torch.cuda.synchronize(self.device)
             gc.collect()
             torch.cuda.empty_cache()
-            _make_workspaces(self.device)  # a release() may have freed them, and inside a capture they would lie in the pool
+            # A release() may have freed them, and those made inside a capture would lie in its pool.
+            _make_workspaces(self.device)
             pool = torch.cuda.graph_pool_handle()
             captured = {}
             for name in self._steps:
