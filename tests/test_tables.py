@@ -1,4 +1,4 @@
-"""README.md and docs/performance.md show what the records of bench/results say."""
+"""README.md, docs/performance.md and docs/fp8.md show what the records of bench/results say."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from bench.tables import PAGES, filled, record
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_are_those_of_the_records(page: Path) -> None:
     text = page.read_text()
-    assert "<!-- speed table -->" in text
+    assert "<!-- end of " in text
     assert filled(text) == text, "run `python -m bench.tables`"
 
 
