@@ -1,5 +1,6 @@
-"""Tables of README.md, docs/performance.md and docs/fp8.md from the records in bench/results: `python -m bench.tables` writes them anew.
+"""Tables of README.md, docs/performance.md and docs/fp8.md from the records in bench/results.
 
+`python -m bench.tables` writes them anew.
 No figure in them is typed by hand; a test compares the pages with what this module makes of the records.
 """
 

@@ -86,7 +86,8 @@ def test_a_second_start_compiles_nothing_and_what_is_built_is_fresh(config: Path
     assert record is not None
     assert [graph.name.split()[0] for graph in record.buckets[0].graphs] == ["train", "add"]
     # The largest bucket is captured first, and the others into the same pool.
-    assert second["buckets"][-1]["pool_mib"] == pytest.approx(second["buckets"][-1]["estimate_mib"], rel=0.1, abs=8)
+    pool, estimate = (sum(row[key] for row in second["buckets"]) for key in ("pool_mib", "estimate_mib"))
+    assert pool == pytest.approx(estimate, rel=0.1, abs=64)
     expected, held = second["estimate"]["reserved_mib"], second["reserved_mib"]
     assert held == pytest.approx(expected, rel=0.1, abs=64)
     caches = list((config.parent / "cache").iterdir())
