@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
@@ -26,6 +27,7 @@ from buffers.dataset import SampleSource, folder_names
 from buffers.filling import NonFiniteSample, batch_specs, clear_row, fill_row
 from buffers.planner import check_ascending
 from buffers.shapes import Bucket
+from buffers.stages import stage
 
 
 class _Slot:
@@ -191,7 +193,8 @@ class InputPipeline:
                 self.stop()
                 raise upcoming.error
             return None
-        self._deliver(self._run, upcoming)
+        with stage("stage", upcoming.batch.bucket.name):
+            self._deliver(self._run, upcoming)
         # Never waits here: the caller has a step to launch first, and asks again long before the device is done.
         self._upcoming = self._take(self._run, block=False)
         return upcoming.batch
@@ -251,12 +254,15 @@ class InputPipeline:
                 torch.cuda.set_device(self.device)
             for batch in batches:
                 idle_from = time.perf_counter()
-                slot = run.free.get()
+                with stage("idle", "until a slot is free"):
+                    slot = run.free.get()
                 if slot is None or run.stopped:
                     break
-                slot.wait_until_copied()
+                with stage("stage", "until a slot is copied to the device"):
+                    slot.wait_until_copied()
                 idle_to = time.perf_counter()
-                self._fill(slot, batch)
+                with stage("read", f"{batch.bucket.name}, samples {', '.join(map(str, batch.sample_ids[:3]))}"):
+                    self._fill(slot, batch)
                 run.ready.put(_Filled(slot, batch, idle_from, idle_to))
         except BaseException as raised:
             error = raised
@@ -303,7 +309,8 @@ class InputPipeline:
         """The loader's next item, its copy to the staging arena enqueued. None when not blocking and none is there."""
         try:
             asked = time.perf_counter()
-            item = run.ready.get(block=block)
+            with stage("read", "until the loader delivers") if block else nullcontext():
+                item = run.ready.get(block=block)
             got = time.perf_counter()
         except queue.Empty:
             return None

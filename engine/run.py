@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from buffers.batching import Batch
+from buffers.stages import stage
 from engine.assemble import (
     drafter_config,
     engine_options,
@@ -43,6 +44,7 @@ from engine.run_log import RunLog
 from engine.run_tally import RunTally
 from engine.settings import Settings
 from engine.turns import short_turns
+from engine.watchdog import Watchdog
 from graphs.capture_errors import CaptureError
 from graphs.compile_ban import no_compilation
 from graphs.guards import Counters
@@ -101,11 +103,13 @@ class TrainingRun:
         """Whether something done every so many steps is due now; 0 is never, the end does everything anyway."""
         return bool(every) and self.progress.step % every == 0 and self.progress.step < self.total_steps
 
+    @stage("log")
     def log(self) -> None:
         """Asks for the metrics as they stand in the queue and writes those asked for before, which have arrived."""
         step = self.progress.step
         self.run_log.ask(step=step, epoch=self.progress.epoch, lr=self.schedule(step - 1))
 
+    @stage("evaluate")
     def evaluate(self) -> None:
         """Held-out loss and acceptance, into metrics.jsonl; the best drafter so far goes to best/."""
         held_out = self.intake.held_out
@@ -119,6 +123,7 @@ class TrainingRun:
             f"accepted length {record['eval_accept_len']:.3f}"
         )
 
+    @stage("checkpoint")
     def save(self) -> None:
         """A checkpoint of everything, unless there is one of this step."""
         if self.progress.step == self._saved_step:
@@ -133,6 +138,7 @@ class TrainingRun:
         if self.config is not None:
             follow(self, self.config)
 
+    @stage("regenerate")
     def reconfigure(self, settings: Settings) -> None:
         """Between two steps: goes on under these settings, from the same weights, moments and place in the data. Raises
         SettingsError for a change that no run can take over, and ValueError, CaptureError or torch.OutOfMemoryError where the
@@ -195,6 +201,7 @@ class TrainingRun:
         self._parts.enter_context(self.interrupts)
         self._parts.enter_context(short_turns(self.settings.run.switch_interval_ms))
         self._parts.enter_context(no_compilation())
+        self._parts.enter_context(self._watchdog())
         return self
 
     def __exit__(
@@ -212,6 +219,14 @@ class TrainingRun:
         # The loaders first: they copy to a device whose graphs are about to go.
         self.intake.stop()
         self._parts.close()
+
+    def _watchdog(self) -> Watchdog:
+        return Watchdog(
+            lambda: self.settings.run.watchdog_s,
+            self.say,
+            where=lambda: f"after step {self.progress.step}",
+            device=lambda: self.engine.executor.times.unfinished(),
+        )
 
     def _assemble(self, parts: ExitStack) -> None:
         """Data, plan, inputs and engine, from the cheapest check to the dearest."""

@@ -380,6 +380,13 @@ class RunSettings:
         change="live",
         low=0.0,
     )
+    watchdog_s: float = setting(
+        600.0,
+        "seconds without any movement after which the run says in what it is stuck: read, stage, replay, checkpoint, ... "
+        "(docs/trouble.md); it never stops the run; 0 is never",
+        change="live",
+        low=0.0,
+    )
     cache: str = setting(
         "",
         "folder for compiled kernels, one inside it for every version of torch, Triton, driver and GPU; empty means "

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from buffers.stages import stage
 from graphs.capture_errors import CaptureError, explained
 from graphs.guards import host_sync_is_an_error
 from graphs.nodes import count_kernels
@@ -114,7 +115,7 @@ class GraphExecutor:
         """Replays. Whatever the step returned when captured is overwritten; read results from fixed memory. Right from any
         thread, one at a time; without waiting for that thread's other work after attach()."""
         graph = self._graphs.get(name)
-        with self._on_our_stream(), self.times.measure(name):
+        with stage("replay" if graph is not None else "call", name), self._on_our_stream(), self.times.measure(name):
             if graph is None:
                 self._steps[name]()
             else:

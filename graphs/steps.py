@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from buffers.stages import stage
 from graphs.timing import StepTimes
 
 Step = Callable[[], object]
@@ -49,7 +50,7 @@ class CallExecutor:
 
     def run(self, name: str) -> None:
         """The step's effects, by the fastest way there is."""
-        with self.times.measure(name):
+        with stage("call", name), self.times.measure(name):
             self._steps[name]()
 
     def call(self, name: str) -> None:

@@ -63,6 +63,13 @@ class StepTimes:
         self._harvest(wait=wait)
         return dict(self._times)
 
+    def unfinished(self) -> str:
+        """The oldest step that the device has not finished, or "": for another thread that wonders."""
+        for name, _, end in tuple(self._pending):
+            if not end.query():
+                return name
+        return ""
+
     def clear(self) -> None:
         """Forgets everything measured."""
         self._harvest(wait=True)
