@@ -117,14 +117,22 @@ def plan(data: tuple[Path, ...], config: str | None, overrides: Sequence[str], a
     is_flag=True,
     help="Train nothing: show what the settings change of the run in run.output, and what each change asks of it.",
 )
+@click.option("--quiet", is_flag=True, help="Say nothing but an error; metrics.jsonl is written as ever.")
 @json_option
 def train(
-    config: str | None, overrides: Sequence[str], init: str | None, resume: bool, explain: bool, as_json: bool
+    config: str | None,
+    overrides: Sequence[str],
+    init: str | None,
+    resume: bool,
+    explain: bool,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
     """Train a drafter as the TOML file CONFIG says.
 
     Ctrl-C saves a checkpoint before it ends; the same command then goes on from there. CONFIG may be edited meanwhile: the
-    run takes the change over between two steps, or says why not (docs/reconfigure.md).
+    run takes the change over between two steps, or says why not (docs/reconfigure.md). On a terminal the figures stay in
+    place, elsewhere they are lines (docs/watch.md).
     """
     changes = [*overrides, *([] if init is None else [f"model.init={init}"])]
     file = None
@@ -141,7 +149,7 @@ def train(
     require_data(settings)
     from engine.train import train as train_drafter
 
-    echo_json(train_drafter(settings, resume=resume, config=file), as_json)
+    echo_json(train_drafter(settings, resume=resume, config=file, quiet=quiet), as_json)
 
 
 @cli.command()

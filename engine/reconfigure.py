@@ -68,7 +68,6 @@ def reconfigure(run: TrainingRun, settings: Settings) -> None:
         run.begin_at(position)
     else:
         run.schedule_steps()
-    run.run_log.total_steps = run.total_steps
     run.write_description()
     assert not lasting_addresses(run.engine).changes(places), "what outlives a generation has moved"
     spoken = ", ".join(map(str, changes))

@@ -24,9 +24,9 @@ from graphs.timing import StepTime
 _WIDTH = 200
 
 
-def make_console(*, stderr: bool = False) -> Console:
-    """Where lines and tables for people go: as wide as they need, whatever the terminal's width."""
-    return Console(stderr=stderr, highlight=False, width=_WIDTH)
+def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """Where lines and tables for people go: as wide as they need, whatever the terminal's width; with quiet, nowhere."""
+    return Console(stderr=stderr, highlight=False, width=_WIDTH, quiet=quiet)
 
 
 def print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -37,6 +38,7 @@ from engine.left_out import named_samples, spoken_lengths, spoken_samples, write
 from engine.memory_budget import budget_for
 from engine.mixture_report import print_sources
 from engine.optimizer import Schedule
+from engine.progress import Display
 from engine.reconfigure import follow, reconfigure
 from engine.reports import MetricsLog, make_console, print_bucket_table, write_buffers
 from engine.run_folder import alone_in, prepare_output
@@ -44,6 +46,7 @@ from engine.run_log import RunLog
 from engine.run_tally import RunTally
 from engine.settings import Settings
 from engine.turns import short_turns
+from engine.watch import Watch
 from engine.watchdog import Watchdog
 from graphs.capture_errors import CaptureError
 from graphs.compile_ban import no_compilation
@@ -55,10 +58,14 @@ from graphs.steps import BuildReport
 class TrainingRun:
     """Owns all parts of one run. Use as a context manager: graphs, threads and files are closed whatever happens."""
 
-    def __init__(self, settings: Settings, *, resume: bool, config: ConfigFile | None = None) -> None:
-        """config: the file that the settings come from, whose changes the run takes over between two steps."""
+    def __init__(
+        self, settings: Settings, *, resume: bool, config: ConfigFile | None = None, quiet: bool = False
+    ) -> None:
+        """config: the file that the settings come from, whose changes the run takes over between two steps. quiet: nothing is
+        said on the terminal."""
         self.settings, self.folder = settings, Path(settings.run.output)
-        self.console = make_console(stderr=True)
+        self.console = make_console(stderr=True, quiet=quiet)
+        self.display = Display(self.console, live=not quiet and self.console.is_terminal and sys.stderr.isatty())
         self._began_s = time.perf_counter()
         self._saved_step = -1
         self.laps = Laps()
@@ -71,9 +78,9 @@ class TrainingRun:
             self._say_plan()
             self.make_ready(self.intake, self.laps)
             self._find_start(saved)
-            self._open_logs(parts, resumed=saved is not None)
+            self.tally, self.watch = RunTally(), Watch()
+            self._open_logs(parts, saved)
             self._parts = parts.pop_all()
-        self.tally = RunTally()
         self.config = config
         self.interrupts = Interrupts(self.say, rereads=config is not None)
         self.counters = Counters.read(self.engine.device)
@@ -87,6 +94,7 @@ class TrainingRun:
             start = self.start
             for batches in self.intake.start(start, self.total_steps, self.settings.run.accumulation):
                 yield batches
+                self.display.step(self.progress.step, self.total_steps)
                 if self.start is not start:
                     break
 
@@ -116,7 +124,8 @@ class TrainingRun:
         if held_out is None:
             return
         self.run_log.write()  # the lines stand in the order of their steps
-        self._evaluation = record = held_out.evaluate(self.engine, self.progress.step)
+        with self.watch.aside("evaluation"):
+            self._evaluation = record = held_out.evaluate(self.engine, self.progress.step)
         self.metrics_file.write(record)
         self.say(
             f"step {record['step']}: held-out loss {record['eval_loss']:.4f}, accuracy {record['eval_accuracy']:.3f}, "
@@ -130,7 +139,8 @@ class TrainingRun:
             return
         self.run_log.write()  # a line that waits for its numbers would be lost with the process
         position = self.progress.position(self.run_log.sums)
-        save_checkpoint(self.folder / "checkpoints", self.engine, position, keep=self.settings.run.keep)
+        with self.watch.aside("checkpoints"):
+            save_checkpoint(self.folder / "checkpoints", self.engine, position, keep=self.settings.run.keep)
         self._saved_step = self.progress.step
 
     def follow_config(self) -> None:
@@ -170,6 +180,7 @@ class TrainingRun:
         self.save()
         save_drafter(self.folder / "drafter", engine.config, engine.params.state())
         rows = self.tally.rows(engine)
+        self.display.stop()
         print_bucket_table(rows, self.console)
         best = f"; best so far by accepted length: {self.folder / 'best'}" if self.intake.held_out is not None else ""
         self.say(f"drafter of the last step: {self.folder / 'drafter'}{best}")
@@ -202,6 +213,8 @@ class TrainingRun:
         self._parts.enter_context(short_turns(self.settings.run.switch_interval_ms))
         self._parts.enter_context(no_compilation())
         self._parts.enter_context(self._watchdog())
+        self.display.start()
+        self._parts.callback(self.display.stop)
         return self
 
     def __exit__(
@@ -216,6 +229,8 @@ class TrainingRun:
             with suppress(OSError, ValueError):
                 self.save()
                 self.say(f"checkpoint of step {self.progress.step} saved before the error below")
+        with suppress(OSError):  # the disk may be what came to grief
+            self.run_log.ended(step, error)
         # The loaders first: they copy to a device whose graphs are about to go.
         self.intake.stop()
         self._parts.close()
@@ -299,13 +314,19 @@ class TrainingRun:
         write_record(self.folder, self.graphs)
         write_buffers(self.folder / "buffers.txt", self.intake.named_buffers() + engine_buffers(self.engine))
 
-    def _open_logs(self, parts: ExitStack, *, resumed: bool) -> None:
+    def _open_logs(self, parts: ExitStack, saved: Path | None) -> None:
         self.write_description()
-        self.metrics_file = MetricsLog(self.folder / "metrics.jsonl", resume_step=self.start.step if resumed else 0)
+        self.metrics_file = MetricsLog(self.folder / "metrics.jsonl", resume_step=self.start.step if saved else 0)
         parts.callback(self.metrics_file.close)
         self.run_log: RunLog = RunLog(
-            self.engine, self.metrics_file, self.say, logged=self.start.logged, total_steps=self.total_steps
+            self.engine,
+            self.metrics_file,
+            watch=lambda: self.watch.read(self.engine, self.tally.counts, self.tally.wait_ms(self.intake)),
+            tell=lambda record: self.display.figures(record, self.total_steps),
+            logged=self.start.logged,
         )
+        why = "a new run" if saved is None else f"going on from {saved.name}"
+        self.run_log.started(self.start.step, self.total_steps, self.laps.seconds, why)
         self._evaluation = self.metrics_file.last("eval_loss")
         self._write_left_out([])
 
@@ -355,4 +376,4 @@ class TrainingRun:
 
     def say(self, text: str) -> None:
         """A line for people."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.display.say(text)

@@ -1,10 +1,11 @@
-"""The lines of metrics.jsonl and of the terminal, written without stopping the device."""
+"""The lines of metrics.jsonl, and what is told of them, written without stopping the device."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from engine.engine import Engine
@@ -18,6 +19,7 @@ class _Asked:
 
     head: dict[str, Any]
     snapshot: MetricsSnapshot
+    machine: dict[str, Any]
     at_s: float
 
 
@@ -28,20 +30,45 @@ class RunLog:
         self,
         engine: Engine,
         file: MetricsLog,
-        say: Callable[[str], None],
         *,
+        watch: Callable[[], dict[str, Any]],
+        tell: Callable[[dict[str, Any]], None],
         logged: MetricSums | None,
-        total_steps: int,
     ) -> None:
-        """logged: the metrics' sums at the last line of an interrupted run, so that the next line is the uninterrupted
-        run's."""
+        """watch: the machine's figures since it was last asked (engine/watch.py); tell: gets every line that was written.
+        logged: the metrics' sums at the last line of an interrupted run, so that the next line is the uninterrupted run's."""
         now = engine.metrics.snapshot().read()
         self.sums = now if logged is None else logged
         self.means: dict[str, Any] = file.last("loss")
         self.step: int = self.means.get("step", 0)
-        self._engine, self._file, self._say, self.total_steps = engine, file, say, total_steps
+        self._engine, self._file, self._watch, self._tell = engine, file, watch, tell
         self._asked: _Asked | None = None
-        self._seen_tokens, self._written_s = now.sums["useful_tokens"], time.perf_counter()
+        self._takes_part = False
+        self._first_tokens = self._seen_tokens = now.sums["useful_tokens"]
+        self._began_s = self._written_s = time.perf_counter()
+
+    def started(self, step: int, total_steps: int, seconds: Mapping[str, float], why: str) -> None:
+        """Notes that a process takes the run up, after what seconds by phase; a run that is at its end is left as it is."""
+        self._takes_part = step < total_steps
+        if not self._takes_part:
+            return
+        engine = self._engine
+        self._event(
+            step,
+            "started",
+            why,
+            generation=engine.generation,
+            how=engine.executor.how,
+            total_steps=total_steps,
+            seconds=dict(seconds),
+        )
+
+    def ended(self, step: int, error: BaseException | None) -> None:
+        """Notes that the process leaves the run, and why."""
+        if not self._takes_part:
+            return
+        why = "finished" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+        self._event(step, "ended", "interrupted" if isinstance(error, KeyboardInterrupt) else why)
 
     def ask(self, *, step: int, epoch: int, lr: float) -> None:
         """Notes the metrics as they stand in the queue, and writes the line asked for before."""
@@ -50,7 +77,7 @@ class RunLog:
         assert optimizer is not None
         snapshot = self._engine.metrics.snapshot(optimizer.grad_norm, optimizer.skipped)
         self.step = step
-        self._asked = _Asked({"step": step, "epoch": epoch, "lr": lr}, snapshot, time.perf_counter())
+        self._asked = _Asked({"step": step, "epoch": epoch, "lr": lr}, snapshot, self._watch(), time.perf_counter())
         if snapshot.ready():  # always on the CPU; on a GPU the step is still in the queue
             self.write()
 
@@ -63,13 +90,19 @@ class RunLog:
         grad_norm, skipped = asked.snapshot.beside()
         means = (sums - self.sums).means()
         tokens_per_s = (sums.sums["useful_tokens"] - self._seen_tokens) / max(1e-9, asked.at_s - self._written_s)
+        mean = (sums.sums["useful_tokens"] - self._first_tokens) / max(1e-9, asked.at_s - self._began_s)
         self.sums, self._seen_tokens, self._written_s = sums, sums.sums["useful_tokens"], asked.at_s
         self.means = asked.head | means
-        self._file.write(
-            self.means | {"grad_norm": grad_norm, "skipped_steps": int(skipped), "tokens_per_s": tokens_per_s}
-        )
-        bad = f", {int(skipped)} steps skipped" if skipped else ""
-        self._say(
-            f"step {asked.head['step']}/{self.total_steps}: loss {means['loss']:.4f}, accuracy {means['accuracy']:.3f}, "
-            f"accepted length {means['accept_len']:.3f}, {tokens_per_s:,.0f} tokens/s{bad}"
-        )
+        record = self.means | {
+            "grad_norm": grad_norm,
+            "skipped_steps": int(skipped),
+            "tokens_per_s": tokens_per_s,
+            "machine": asked.machine | {"tokens_per_s_mean": mean},
+        }
+        self._file.write(record)
+        self._tell(record)
+
+    def _event(self, step: int, event: str, why: str, **more: Any) -> None:
+        # The wall clock is for people; nothing is reckoned from it.
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        self._file.write({"step": step, "event": event, "time": now, "why": why, **more})

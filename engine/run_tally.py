@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from buffers.batching import Batch
@@ -24,6 +25,11 @@ class RunTally:
     def add(self, batch: Batch) -> None:
         """Counts a batch that a step took."""
         self._counts[batch.bucket].add(batch)
+
+    @property
+    def counts(self) -> Mapping[Bucket, BucketCount]:
+        """By bucket, of the generation under way."""
+        return self._counts
 
     def rows(self, engine: Engine) -> list[dict[str, Any]]:
         """A row for every bucket of every generation so far. Waits for the device."""

@@ -10,14 +10,17 @@ from engine.run import TrainingRun
 from engine.settings import Settings
 
 
-def train(settings: Settings, *, resume: bool = True, config: ConfigFile | None = None) -> dict[str, Any]:
+def train(
+    settings: Settings, *, resume: bool = True, config: ConfigFile | None = None, quiet: bool = False
+) -> dict[str, Any]:
     """Trains as the settings say and returns the run's figures; run.output holds the drafter, metrics and checkpoints. config:
     the file that the settings come from; what is changed in it is taken over between two steps (docs/reconfigure.md).
+    quiet: nothing is said on the terminal.
 
     Raises SettingsError (bad settings), ValueError (bad data), CaptureError, and KeyboardInterrupt after an interrupt,
     with a checkpoint saved.
     """
-    with TrainingRun(settings, resume=resume, config=config) as run:
+    with TrainingRun(settings, resume=resume, config=config, quiet=quiet) as run:
         engine = run.engine
         for batches in run.steps():
             for batch in run.arrivals(batches):

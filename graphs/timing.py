@@ -15,18 +15,23 @@ _MAX_PENDING = 4096
 
 @dataclass
 class StepTime:
-    """count steps took device_ms on the device and host_ms in the calling thread, summed."""
+    """count steps took host_ms in the calling thread, and `timed` of them, whose end was seen, device_ms on the device; sums."""
 
     count: int = 0
     device_ms: float = 0.0
     host_ms: float = 0.0
+    timed: int = 0
     samples_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
 
     def __add__(self, other: StepTime) -> StepTime:
         """Both steps' times as one's; the samples of the first come first."""
         samples = deque([*self.samples_ms, *other.samples_ms], maxlen=1024)
         return StepTime(
-            self.count + other.count, self.device_ms + other.device_ms, self.host_ms + other.host_ms, samples
+            self.count + other.count,
+            self.device_ms + other.device_ms,
+            self.host_ms + other.host_ms,
+            self.timed + other.timed,
+            samples,
         )
 
 
@@ -51,6 +56,7 @@ class StepTimes:
         of_step.host_ms += elapsed_ms
         if begin is None:
             of_step.device_ms += elapsed_ms
+            of_step.timed += 1
             of_step.samples_ms.append(elapsed_ms)
             return
         end = self._record()
@@ -88,5 +94,6 @@ class StepTimes:
             end.synchronize()
             elapsed_ms = begin.elapsed_time(end)
             self._times[name].device_ms += elapsed_ms
+            self._times[name].timed += 1
             self._times[name].samples_ms.append(elapsed_ms)
             self._spare += [begin, end]

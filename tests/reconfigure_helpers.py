@@ -1,6 +1,5 @@
 """Runs whose settings file is edited while they train, and their twins: interrupted there and resumed under the new settings."""
 
-import json
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from engine.config_file import ConfigFile
 from engine.train import train
 from tests.drafter_helpers import assert_same_bits
-from tests.run_helpers import checkpoint_tensors, interrupt, metrics, run_settings
+from tests.run_helpers import checkpoint_tensors, comes_and_goes, interrupt, metrics, records, run_settings
 
 # (after which step, the settings that change there)
 Edits = Sequence[tuple[int, tuple[str, ...]]]
@@ -64,8 +63,7 @@ def train_resumed(after_step: AfterStep, data: Path, output: Path, edits: Edits,
 
 def events(output: Path) -> list[dict[str, Any]]:
     """What metrics.jsonl says of changes."""
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if "event" in record]
+    return [record for record in records(output) if "event" in record and not comes_and_goes(record)]
 
 
 def assert_same_run(one: Path, other: Path, steps: int) -> None:

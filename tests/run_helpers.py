@@ -87,9 +87,21 @@ def run(data: Path, output: Path, *changes: str, resume: bool = True) -> dict[st
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl, without what depends on the clock."""
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in record.items() if key != "tokens_per_s"} for record in records]
+    """The records of metrics.jsonl, without what depends on the clock and on how often the run was started."""
+    clock = ("tokens_per_s", "machine")
+    return [
+        {k: v for k, v in record.items() if k not in clock} for record in records(output) if not comes_and_goes(record)
+    ]
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    """All of metrics.jsonl."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def comes_and_goes(record: dict[str, Any]) -> bool:
+    """Whether it says that a process took the run up or left it."""
+    return record.get("event") in ("started", "ended")
 
 
 def logged_steps(output: Path) -> list[int]:
