@@ -255,6 +255,31 @@ def evaluate(
     echo_json(evaluate_drafter(drafter, data, settings, decode=decode, plot=plot), as_json)
 
 
+@cli.command()
+@click.option(
+    "--disk",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Measure the disk of this folder: a file of 64 MiB is written, read and removed.",
+)
+@click.option(
+    "--measure/--no-measure",
+    default=True,
+    show_default=True,
+    help="With a GPU, try settings of allocator and module loading in short processes of their own.",
+)
+@json_option
+def doctor(disk: Path | None, measure: bool, as_json: bool) -> None:
+    """Show what this machine is, what stands in the way, and what of the engine will work on it.
+
+    Software, GPUs and who holds their memory, shared-memory limits, environment variables that help or hurt here, locked
+    memory, optional packages; without a GPU what the CPU can do. docs/trouble.md
+    """
+    from engine.doctor import run_doctor
+
+    echo_json(run_doctor(disk, measure=measure), as_json)
+
+
 cli.add_command(data)
 cli.add_command(graphs)
 
