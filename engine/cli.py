@@ -117,6 +117,12 @@ def plan(data: tuple[Path, ...], config: str | None, overrides: Sequence[str], a
     is_flag=True,
     help="Train nothing: show what the settings change of the run in run.output, and what each change asks of it.",
 )
+@click.option(
+    "--profile",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Record some steps after the first few into FILE, a Chrome trace (.json or .json.gz).",
+)
 @click.option("--quiet", is_flag=True, help="Say nothing but an error; metrics.jsonl is written as ever.")
 @json_option
 def train(
@@ -126,6 +132,7 @@ def train(
     resume: bool,
     explain: bool,
     quiet: bool,
+    profile: Path | None,
     as_json: bool,
 ) -> None:
     """Train a drafter as the TOML file CONFIG says.
@@ -149,7 +156,7 @@ def train(
     require_data(settings)
     from engine.train import train as train_drafter
 
-    echo_json(train_drafter(settings, resume=resume, config=file, quiet=quiet), as_json)
+    echo_json(train_drafter(settings, resume=resume, config=file, quiet=quiet, profile=profile), as_json)
 
 
 @cli.command()

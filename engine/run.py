@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +38,7 @@ from engine.left_out import named_samples, spoken_lengths, spoken_samples, write
 from engine.memory_budget import budget_for
 from engine.mixture_report import print_sources
 from engine.optimizer import Schedule
+from engine.profiling import StepProfile
 from engine.progress import Display
 from engine.reconfigure import follow, reconfigure
 from engine.reports import MetricsLog, make_console, print_bucket_table, write_buffers
@@ -59,16 +60,23 @@ class TrainingRun:
     """Owns all parts of one run. Use as a context manager: graphs, threads and files are closed whatever happens."""
 
     def __init__(
-        self, settings: Settings, *, resume: bool, config: ConfigFile | None = None, quiet: bool = False
+        self,
+        settings: Settings,
+        *,
+        resume: bool,
+        config: ConfigFile | None = None,
+        quiet: bool = False,
+        profile: Path | None = None,
     ) -> None:
         """config: the file that the settings come from, whose changes the run takes over between two steps. quiet: nothing is
-        said on the terminal."""
+        said on the terminal. profile: a file for the trace of some steps."""
         self.settings, self.folder = settings, Path(settings.run.output)
         self.console = make_console(stderr=True, quiet=quiet)
         self.display = Display(self.console, live=not quiet and self.console.is_terminal and sys.stderr.isatty())
         self._began_s = time.perf_counter()
         self._saved_step = -1
         self.laps = Laps()
+        self._profile = StepProfile(profile, self.say) if profile is not None else None
         with ExitStack() as parts:
             self._assemble(parts)
             saved = prepare_output(self.folder, resume=resume)
@@ -80,6 +88,8 @@ class TrainingRun:
             self._find_start(saved)
             self.tally, self.watch = RunTally(), Watch()
             self._open_logs(parts, saved)
+            if self._profile is not None:
+                parts.callback(self._profile.close)
             self._parts = parts.pop_all()
         self.config = config
         self.interrupts = Interrupts(self.say, rereads=config is not None)
@@ -93,7 +103,8 @@ class TrainingRun:
         while self.progress.step < self.total_steps:
             start = self.start
             for batches in self.intake.start(start, self.total_steps, self.settings.run.accumulation):
-                yield batches
+                with self._recorded():
+                    yield batches
                 self.display.step(self.progress.step, self.total_steps)
                 if self.start is not start:
                     break
@@ -234,6 +245,11 @@ class TrainingRun:
         # The loaders first: they copy to a device whose graphs are about to go.
         self.intake.stop()
         self._parts.close()
+
+    def _recorded(self) -> AbstractContextManager[None]:
+        if self._profile is None:
+            return nullcontext()
+        return self._profile.step(self.progress.step + 1, self.total_steps - self.progress.step)
 
     def _watchdog(self) -> Watchdog:
         return Watchdog(

@@ -3,6 +3,7 @@ some steps later, when they have arrived."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from engine.config_file import ConfigFile
@@ -11,16 +12,21 @@ from engine.settings import Settings
 
 
 def train(
-    settings: Settings, *, resume: bool = True, config: ConfigFile | None = None, quiet: bool = False
+    settings: Settings,
+    *,
+    resume: bool = True,
+    config: ConfigFile | None = None,
+    quiet: bool = False,
+    profile: Path | None = None,
 ) -> dict[str, Any]:
     """Trains as the settings say and returns the run's figures; run.output holds the drafter, metrics and checkpoints. config:
     the file that the settings come from; what is changed in it is taken over between two steps (docs/reconfigure.md).
-    quiet: nothing is said on the terminal.
+    quiet: nothing is said on the terminal. profile: where a trace of some steps goes (docs/trouble.md).
 
     Raises SettingsError (bad settings), ValueError (bad data), CaptureError, and KeyboardInterrupt after an interrupt,
     with a checkpoint saved.
     """
-    with TrainingRun(settings, resume=resume, config=config, quiet=quiet) as run:
+    with TrainingRun(settings, resume=resume, config=config, quiet=quiet, profile=profile) as run:
         engine = run.engine
         for batches in run.steps():
             for batch in run.arrivals(batches):

@@ -125,8 +125,8 @@ def test_ctrl_c_that_a_library_turned_into_an_error_of_its_own(
 def test_settings_reach_the_training(replace: Replace, tmp_path: Path) -> None:
     seen: list[Any] = []
 
-    def work(settings: Any, *, resume: bool, config: Any, quiet: bool) -> dict[str, Any]:
-        assert not quiet
+    def work(settings: Any, *, resume: bool, config: Any, quiet: bool, profile: Path | None) -> dict[str, Any]:
+        assert not quiet and profile is None
         seen.append((settings, resume, config and config.path))
         return {}
 
