@@ -16,7 +16,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["engine*", "buffers*", "graphs*", "bench*"]),
-    package_data={"engine": ["embedded/*"]},
+    package_data={"engine": ["embedded/*", "*.html"]},
     install_requires=[
         "torch>=2.11",
         "triton; platform_system == 'Linux'",

@@ -186,6 +186,26 @@ def export(source: Path, out: Path, layout: str, verifier: str, with_head: bool,
     echo_json(export_drafter(source, out, layout=layout, verifier=verifier, with_head=with_head), as_json)
 
 
+@cli.command()
+@click.argument("run_folder", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    metavar="HTML",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Where the page goes; left out, report.html in the run's folder.",
+)
+@json_option
+def report(run_folder: Path, out: Path | None, as_json: bool) -> None:
+    """Make one HTML page of a run, finished, under way or interrupted.
+
+    RUN is the run's folder. The page loads nothing: loss, accept length per slot, tokens/s by bucket, padding, time by phase,
+    memory, and every generation of graphs with its reason. docs/watch.md shows one.
+    """
+    from engine.report_page import write_report
+
+    echo_json(write_report(run_folder, out), as_json)
+
+
 @cli.command("eval")
 @click.argument("drafter", type=click.Path(path_type=Path))
 @click.argument("data", required=False, type=click.Path(path_type=Path))

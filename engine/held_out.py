@@ -106,10 +106,18 @@ class HeldOut:
         while (batch := self.inputs.next()) is not None:
             engine.eval_step(batch.bucket)
         means = engine.eval_metrics.snapshot().read().means()
-        record = {"step": step}
+        record: dict[str, Any] = {"step": step}
         record |= {f"eval_{key}": means[key] for key in ("loss", "accuracy", "accept_len", "accuracy_per_slot")}
+        record["eval_accept_per_slot"] = share_accepted(engine.eval_metrics.blocks_by_accepted.tolist())
         if self.best is None or means["accept_len"] > self.best:
             self.best = means["accept_len"]
             best = without_nan(record) | {"eval_data": self._digest}
             save_drafter(self._folder, engine.config, engine.params.state(), {BEST_FILE: best})
         return record
+
+
+def share_accepted(blocks_by_accepted: Sequence[float]) -> list[float]:
+    """The share of blocks in which slot 1..K-1 stands, with all before it, from how many blocks have 0..K-1 such slots. Their
+    sum is the accepted length."""
+    total = sum(blocks_by_accepted)
+    return [sum(blocks_by_accepted[k:]) / total if total else 0.0 for k in range(1, len(blocks_by_accepted))]

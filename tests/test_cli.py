@@ -23,6 +23,7 @@ WORK = {
     "graphs build": ("engine.graphs_build", "build_graphs", ["graphs", "build", "--set", "data.path=data"]),
     "export": ("engine.export", "export_drafter", ["export", "run", "out"]),
     "doctor": ("engine.doctor", "run_doctor", ["doctor"]),
+    "report": ("engine.report_page", "write_report", ["report", "run"]),
     "eval": ("engine.evaluate", "evaluate_drafter", ["eval", "drafter", "data"]),
     "data inspect": ("engine.inspection", "inspect_dataset", ["data", "inspect", "data"]),
     "data convert": ("engine.convert", "convert_dataset", ["data", "convert", "data", "out"]),
