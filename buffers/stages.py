@@ -1,7 +1,7 @@
 """What each thread is doing, by name: for a watchdog that asks when nothing moves, and as ranges in a profile.
 
 The names are few, so that they can be looked up (docs/trouble.md): read, stage, replay, call, log, evaluate, checkpoint,
-regenerate, idle; collective for whoever waits for other ranks.
+check, regenerate, idle; collective for whoever waits for other ranks.
 """
 
 from __future__ import annotations

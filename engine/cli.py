@@ -118,6 +118,12 @@ def plan(data: tuple[Path, ...], config: str | None, overrides: Sequence[str], a
     help="Train nothing: show what the settings change of the run in run.output, and what each change asks of it.",
 )
 @click.option(
+    "--check",
+    is_flag=True,
+    help="Look in every step for waits, allocations, moved buffers and NaN from padding, compare replay and eager step every 20, "
+    "and stop at the first fault; short for --set run.check_every=20.",
+)
+@click.option(
     "--profile",
     metavar="FILE",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -132,6 +138,7 @@ def train(
     resume: bool,
     explain: bool,
     quiet: bool,
+    check: bool,
     profile: Path | None,
     as_json: bool,
 ) -> None:
@@ -141,7 +148,11 @@ def train(
     run takes the change over between two steps, or says why not (docs/reconfigure.md). On a terminal the figures stay in
     place, elsewhere they are lines (docs/watch.md).
     """
-    changes = [*overrides, *([] if init is None else [f"model.init={init}"])]
+    changes = [
+        *(["run.check_every=20"] if check else []),
+        *overrides,
+        *([] if init is None else [f"model.init={init}"]),
+    ]
     file = None
     if config is not None:
         from engine.config_file import ConfigFile

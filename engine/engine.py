@@ -187,7 +187,7 @@ class Engine:
             reports.extend(self._build(new))
             self._current = new
             if check is not None:
-                with self._untouched():
+                with self.untouched():
                     check(reports)
 
         try:
@@ -262,6 +262,28 @@ class Engine:
 
         return self._difference(bucket, self.executor.run, eager, whole=False)
 
+    def verify_inputs(self, bucket: Bucket, change: Callable[[], object]) -> Difference | None:
+        """As verify, of the bucket's steps before and after `change` wrote into the inputs, both taken the fastest way."""
+        expected = self._outcome(self.executor.run, bucket, whole=True)
+        change()
+        found = self._outcome(self.executor.run, bucket, whole=True)
+        self.zero_()
+        return worst_difference(found, expected)
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Whatever steps without weight change inside is put back: metrics and the update's counters. Gradients are forgotten."""
+        metrics = [tensor for m in (self.metrics, self.eval_metrics) for tensor in m.tensors()]
+        scalars = list(self.optimizer.scalars().values()) if self.optimizer is not None else [self._denominator]
+        kept = [(tensor, tensor.clone()) for tensor in metrics + scalars]
+        try:
+            yield
+        finally:
+            for tensor, value in kept:
+                tensor.copy_(value)
+            self.params.grad.zero_()
+            self._first = True
+
     def close(self) -> None:
         """Frees all graphs; the engine takes no step after it."""
         if self._coming is not None:
@@ -286,7 +308,7 @@ class Engine:
 
     def _build(self, generation: Generation) -> list[BuildReport]:
         options = generation.options
-        with self._untouched():
+        with self.untouched():
             provided = [provide for provide in (options.inputs, options.eval_inputs) if provide is not None]
             for provide in provided:
                 for bucket in options.buckets:
@@ -297,20 +319,6 @@ class Engine:
             reports = generation.executor.build()
         generation.executor.times.clear()
         return reports
-
-    @contextmanager
-    def _untouched(self) -> Iterator[None]:
-        """Whatever steps without weight change inside is put back: metrics and the update's counters. Gradients are forgotten."""
-        metrics = [tensor for m in (self.metrics, self.eval_metrics) for tensor in m.tensors()]
-        scalars = list(self.optimizer.scalars().values()) if self.optimizer is not None else [self._denominator]
-        kept = [(tensor, tensor.clone()) for tensor in metrics + scalars]
-        try:
-            yield
-        finally:
-            for tensor, value in kept:
-                tensor.copy_(value)
-            self.params.grad.zero_()
-            self._first = True
 
     def _difference(
         self, bucket: Bucket, run: Callable[[str], None], twin: Callable[[str], None], *, whole: bool = True

@@ -9,8 +9,8 @@ _LESS_MEMORY = (
 
 
 def message_of(error: Exception) -> str | None:
-    """The line for ValueError, OSError, MemoryError and what is derived from them, a failed capture and a full GPU; None for
-    a fault of ours."""
+    """The line for ValueError, OSError, MemoryError and what is derived from them, a failed capture, a failed check and a full
+    GPU; None for a fault of ours."""
     if isinstance(error, OSError) and error.strerror:
         # A write that fails knows no name: the file was opened long before.
         where = "could not write" if error.filename is None else str(error.filename)
@@ -24,9 +24,10 @@ def message_of(error: Exception) -> str | None:
         # Whoever raised these has loaded torch already.
         from torch import OutOfMemoryError
 
+        from engine.checking import CheckFailed
         from graphs.executor import CaptureError
 
-        if isinstance(error, CaptureError):
+        if isinstance(error, CaptureError | CheckFailed):
             return str(error)
         # The CPU's allocator has no type of its own for a full memory.
         full = ("can't allocate memory", "Storage size calculation overflowed")

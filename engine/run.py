@@ -22,6 +22,7 @@ from engine.assemble import (
     resolve_precision,
 )
 from engine.changes import SETTINGS_FILE
+from engine.checking import StepChecks
 from engine.checkpoint import Position, check_config, load_checkpoint, save_checkpoint, save_drafter
 from engine.compile_cache import use_compile_cache
 from engine.config_file import ConfigFile
@@ -88,6 +89,8 @@ class TrainingRun:
             self._find_start(saved)
             self.tally, self.watch = RunTally(), Watch()
             self._open_logs(parts, saved)
+            self.checks = StepChecks(self.engine, lambda: self.settings.run.check_every)
+            parts.callback(self.checks.close)
             if self._profile is not None:
                 parts.callback(self._profile.close)
             self._parts = parts.pop_all()
@@ -112,11 +115,19 @@ class TrainingRun:
     def arrivals(self, batches: tuple[Batch, ...]) -> Iterator[Batch]:
         """The step's batches, each as it stands in the static inputs: its bytes came over while the step before ran, and one
         device copy puts them in place."""
+        self.checks.begin()
         for expected in batches:
             batch = self.intake.inputs.next()
             assert batch == expected, f"the loader delivered {batch}, the loop is at {expected}"
             self.tally.add(batch)
+            self.checks.arrived(batch, self.intake.inputs)
             yield batch
+
+    def took(self, batches: tuple[Batch, ...]) -> None:
+        """The step over these batches was queued. Raises CheckFailed where run.check_every looks."""
+        self.progress.took(batches)
+        with self.watch.aside("checks"):
+            self.checks.end(self.progress.step, batches, self.intake.inputs)
 
     def due(self, every: int) -> bool:
         """Whether something done every so many steps is due now; 0 is never, the end does everything anyway."""
@@ -185,7 +196,7 @@ class TrainingRun:
                 f"{self.folder}: expected a step that learned, found all {step} skipped (no finite gradient, or no supervised "
                 "token in a batch); lower optimizer.lr, check data.target and the dataset, and train into another run.output"
             )
-        counters = Counters.read(engine.device) - self.counters
+        counters = Counters.read(engine.device) - self.counters - self.checks.aside
         if self._evaluation.get("step") != step:
             self.evaluate()
         self.save()
@@ -197,6 +208,8 @@ class TrainingRun:
         self.say(f"drafter of the last step: {self.folder / 'drafter'}{best}")
         skipped = named_samples(self.data.training, self.tally.skipped(self.intake))
         self._write_left_out(skipped)
+        if self.checks.steps:
+            self.say(f"{self.checks.steps} steps checked, {self.checks.compared} of them compared: nothing found")
         if skipped:
             self.say(f"{len(skipped)} samples with NaN or infinity were left out: {spoken_samples(skipped)}")
         return {
@@ -216,6 +229,7 @@ class TrainingRun:
             "how": engine.executor.how,
             "generation": engine.generation,
             "drafter": str(self.folder / "drafter"),
+            **({"checks": self.checks.figures()} if self.checks.steps else {}),
             **({"sources": self.intake.plan.sources} if self.intake.plan.sources else {}),
         }
 

@@ -380,6 +380,13 @@ class RunSettings:
         change="live",
         low=0.0,
     )
+    check_every: int = setting(
+        0,
+        "look in every step whether the steady state keeps its promises, and compare replay and eager step every so many steps; "
+        "stops at the first that is broken; `train --check` sets 20; 0 looks at nothing (docs/trouble.md)",
+        change="live",
+        low=0,
+    )
     watchdog_s: float = setting(
         600.0,
         "seconds without any movement after which the run says in what it is stuck: read, stage, replay, checkpoint, ... "

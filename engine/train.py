@@ -32,7 +32,7 @@ def train(
             for batch in run.arrivals(batches):
                 engine.micro_step(batch.bucket)
             engine.update(run.schedule(run.progress.step))
-            run.progress.took(batches)
+            run.took(batches)
 
             if run.due(run.settings.run.log_every):
                 run.log()

@@ -72,7 +72,7 @@ def verify_buckets(
         bucket, batch = left.popitem()
         start = time.perf_counter()
         try:
-            how, refused = _verify(engine, batch, load), False
+            how, refused = verify_batch(engine, batch, load), False
         except Mismatch as error:
             if executor.on_failure == "stop":
                 raise
@@ -99,20 +99,24 @@ def _first_of_each(batches: Iterable[Batch], buckets: Collection[Bucket]) -> dic
     return found
 
 
-def _verify(engine: Engine, batch: Batch, load: Callable[[Batch], None]) -> str:
-    """The whole batch; where the eager twin does not fit beside the graphs' pool, the same with its layers formed again in the
-    backward pass, which computes the same bits; then with ever fewer rows."""
+def verify_batch(engine: Engine, batch: Batch, load: Callable[[Batch], None]) -> str:
+    """Replays the batch's bucket and compares with the eager twin; returns in words how the two compare.
+
+    The whole batch; where the eager twin does not fit beside the graphs' pool, the same with its layers formed again in the
+    backward pass, which computes the same bits; then with ever fewer rows. Raises Mismatch. Gradients and metrics are
+    forgotten.
+    """
     bucket, drafter = batch.bucket, engine.drafter
     load(batch)
     fits, difference = _compare(engine, lambda: engine.verify(bucket))
     if fits:
-        return _judged(engine, bucket, difference)
+        return judged(engine, bucket, difference)
     own = drafter.recompute
     drafter.recompute = "layer"
     try:
         fits, difference = _compare(engine, lambda: engine.verify(bucket))
         if fits:
-            return f"{_judged(engine, bucket, difference)}, the eager step with its layers recomputed to fit beside the pool"
+            return f"{judged(engine, bucket, difference)}, the eager step with its layers recomputed to fit beside the pool"
         rows = bucket.B
         while rows > 1:
             rows //= 2
@@ -146,7 +150,7 @@ def _compare(engine: Engine, compare: Callable[[], Difference | None]) -> tuple[
     return False, None
 
 
-def _judged(engine: Engine, bucket: Bucket, difference: Difference | None) -> str:
+def judged(engine: Engine, bucket: Bucket, difference: Difference | None) -> str:
     """Bits, or as close as two eager steps are to each other. Raises Mismatch for what is further off."""
     if difference is None:
         return EQUAL

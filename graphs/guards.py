@@ -28,6 +28,29 @@ def host_sync_is_an_error(active: bool = True) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
+@contextmanager
+def noting_host_syncs(places: list[str]) -> Iterator[None]:
+    """Inside, the place (file:line) of every operation that makes the host wait for the device is added to `places`, and the
+    operation is done. Other warnings are given afterwards. Nothing is noted without CUDA."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        caught.clear()  # what it says of itself
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for warning in caught:
+        if "synchronizing CUDA operation" in str(warning.message):
+            places.append(f"{warning.filename}:{warning.lineno}")
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
 @dataclass(frozen=True)
 class Counters:
     """device_allocations: requests to torch's caching allocator. compilations: graphs that torch.compile made, and Triton

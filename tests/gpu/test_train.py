@@ -15,9 +15,11 @@ if not torch.cuda.is_available():
 
 from buffers.batching import Batch
 from buffers.shapes import Bucket
+from engine.checking import CheckFailed
 from engine.demo import demo_settings, run_demo
 from engine.engine import Engine
 from engine.run import TrainingRun
+from engine.settings import Settings
 from engine.train import train
 from graphs.guards import host_sync_is_an_error
 from graphs.parity import Difference
@@ -144,3 +146,34 @@ def test_the_drafter_of_a_run_is_the_same_whatever_attends(flex: Run, triton: Ru
     for run in (flex, triton):
         assert (Path(run.figures["drafter"]) / "model.safetensors").is_file()
     assert flex.figures["final"]["accuracy"] == pytest.approx(triton.figures["final"]["accuracy"], abs=0.02)
+
+
+def short_run(demo: Demo, out: Path, **changes: Any) -> Settings:
+    settings = demo_settings(demo.folder, steps=STEPS, seed=0, device="cuda")
+    run = replace(settings.run, output=str(out), max_steps=20, eval_every=0, **changes)
+    return replace(settings, data=replace(settings.data, eval_path=""), run=run)
+
+
+def test_check_finds_nothing_in_a_sound_run_and_the_line_that_waits_in_another(
+    demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = train(short_run(demo, tmp_path / "sound", check_every=5))
+    assert figures["checks"] == {"steps": 20, "compared": 4}
+    update = Engine.update
+
+    def waits(self: Engine, lr: float) -> None:
+        update(self, lr)
+        self.metrics.sums[0].item()
+
+    monkeypatch.setattr(Engine, "update", waits)
+    with pytest.raises(CheckFailed, match=r"step 1: expected no wait of the host .* first at .*test_train\.py:\d+"):
+        train(short_run(demo, tmp_path / "waiting", check_every=5))
+
+
+def test_a_profile_holds_the_kernels_of_the_replays(demo: Demo, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    train(short_run(demo, tmp_path / "run"), profile=trace)
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+    assert "replay update" in names and any(name.startswith("replay train ") for name in names)
+    assert sum(event.get("cat") == "kernel" for event in events) > 100
