@@ -12,12 +12,12 @@ from engine.cli_options import config_option, echo_json, json_option, set_option
 from engine.settings import load_settings
 
 
-@cli.group()
+@cli.group(short_help="Measure time and memory.")
 def bench() -> None:
     """Measure time and memory; a speed is shown only after replay and eager gave equal results."""
 
 
-@bench.command()
+@bench.command(short_help="A training step: eager, compiled, replayed.")
 @workload_option
 @click.option("--compiled/--no-compiled", default=True, show_default=True, help="Time torch.compile's step too.")
 @click.option("--whole/--no-whole", default=True, show_default=True, help="Time whole steps and the update too.")
@@ -57,7 +57,7 @@ def step(
     echo_json(figures, as_json)
 
 
-@bench.command()
+@bench.command(short_help="Tokens/s of each bucket and of an epoch.")
 @click.argument("data", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
     "--mixture",
@@ -116,7 +116,7 @@ def buckets(
     echo_json(figures, as_json)
 
 
-@bench.command()
+@bench.command(short_help="A row through SpecForge's model and through ours.")
 @click.option(
     "--specforge",
     metavar="DIR",
@@ -148,7 +148,7 @@ def peers(
     echo_json(figures, as_json)
 
 
-@bench.command()
+@bench.command(short_help="Each operation against its definition and torch.")
 @workload_option
 @click.option("--only", metavar="WORDS", default="", help="Measure the operations whose name has these words.")
 @click.option("--compiled/--no-compiled", default=True, show_default=True, help="Time torch.compile's rivals too.")
@@ -176,7 +176,7 @@ def ops(
     echo_json(figures, as_json)
 
 
-@bench.command()
+@bench.command(short_help="Extraction, and training from its files.")
 @click.option("--samples", type=click.IntRange(min=8), default=200, show_default=True, help="Samples to extract.")
 @click.option("--steps", type=click.IntRange(min=2), default=100, show_default=True, help="Steps to train from them.")
 @config_option
@@ -197,7 +197,7 @@ def extract(
     echo_json(run_extract(settings, samples=samples, steps=steps, out=out), as_json)
 
 
-@bench.command("input")
+@bench.command("input", short_help="Whether the device waits for its input.")
 @workload_option
 @measure_options(20)
 def input_(
@@ -220,7 +220,7 @@ def input_(
     echo_json(run_input(settings, workloads=workloads, repeats=repeats, out=out, plot=plot), as_json)
 
 
-@bench.command()
+@bench.command(short_help="Throughput beside busy Python threads.")
 @workload_option
 @click.option(
     "--threads",
@@ -251,7 +251,7 @@ def contention(
     echo_json(figures, as_json)
 
 
-@bench.command()
+@bench.command(short_help="Seconds to the first step, by phase.")
 @workload_option
 @measure_options(1)
 def start(

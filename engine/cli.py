@@ -80,7 +80,7 @@ def _free_folder(wanted: Path) -> Path:
     return next(folder for folder in itertools.chain([wanted], names) if not folder.exists())
 
 
-@cli.command()
+@cli.command(short_help="Plan the buckets for a dataset or a mixture.")
 @click.argument("data", nargs=-1, type=click.Path(path_type=Path))
 @config_option
 @set_option
@@ -97,7 +97,7 @@ def plan(data: tuple[Path, ...], config: str | None, overrides: Sequence[str], a
     echo_json(show_plan(settings.data.folders, settings), as_json)
 
 
-@cli.command()
+@cli.command(short_help="Train a drafter as the TOML file CONFIG says.")
 @click.argument("config", required=False, type=click.Path(dir_okay=False))
 @set_option
 @click.option(
@@ -170,7 +170,7 @@ def train(
     echo_json(train_drafter(settings, resume=resume, config=file, quiet=quiet, profile=profile), as_json)
 
 
-@cli.command()
+@cli.command(short_help="Write a trained drafter as servers load it.")
 @click.argument("source", metavar="RUN_OR_CHECKPOINT", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
@@ -217,7 +217,7 @@ def report(run_folder: Path, out: Path | None, as_json: bool) -> None:
     echo_json(write_report(run_folder, out), as_json)
 
 
-@cli.command("eval")
+@cli.command("eval", short_help="Measure a drafter on a dataset or by decoding.")
 @click.argument("drafter", type=click.Path(path_type=Path))
 @click.argument("data", required=False, type=click.Path(path_type=Path))
 @click.option(
@@ -293,7 +293,7 @@ def evaluate(
     echo_json(evaluate_drafter(drafter, data, settings, decode=decode, plot=plot), as_json)
 
 
-@cli.command()
+@cli.command(short_help="What of the engine this machine can do, and what not.")
 @click.option(
     "--disk",
     metavar="DIR",

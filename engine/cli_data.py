@@ -12,7 +12,7 @@ from engine.cli_options import EXIT_FAILED, config_option, echo_json, json_optio
 from engine.settings import Settings, load_settings
 
 
-@click.group()
+@click.group(short_help="Make, check and convert hidden states.")
 def data() -> None:
     """Make datasets of hidden states, look at them, and convert those of other trainers."""
 
@@ -41,7 +41,7 @@ def facts_options(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-@data.command("inspect")
+@data.command("inspect", short_help="Check a dataset and show what it holds.")
 @click.argument("path", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--verify", is_flag=True, help="Read every byte: sha256 against the manifest, hidden states for NaN and infinity."
@@ -76,7 +76,7 @@ def data_inspect(path: tuple[Path, ...], verify: bool, recompute: int, as_json: 
         click.get_current_context().exit(EXIT_FAILED)
 
 
-@data.command("convert")
+@data.command("convert", short_help="Write another trainer's dataset as one of ours.")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @facts_options
@@ -102,7 +102,7 @@ def data_convert(source: Path, out: Path, settings: Settings, skip_bad: bool, sh
     echo_json(convert_dataset(source, out, settings, shard_tokens=shard_tokens), as_json)
 
 
-@data.command("extract")
+@data.command("extract", short_help="Write a Hugging Face model's hidden states.")
 @click.option(
     "--target", required=True, metavar="DIR_OR_HUB_ID", help="The causal language model, as transformers loads it."
 )

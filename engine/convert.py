@@ -13,7 +13,7 @@ from buffers.foreign import ForeignDataset
 from buffers.manifest import MANIFEST, TARGET_FILE, UNFINISHED, DatasetInfo
 from buffers.raw_sample import RawSample, measure
 from engine.data_source import open_data
-from engine.reports import make_console
+from engine.reports import make_console, print_fields
 from engine.run_folder import alone_in
 from engine.sample_progress import SampleProgress
 from engine.settings import Settings
@@ -55,9 +55,7 @@ def convert_dataset(source: Path, out: Path, settings: Settings, *, shard_tokens
         "seconds": time.monotonic() - began,
         "verified": True,
     }
-    show = make_console()
-    for name, value in figures.items():
-        show.print(f"{name:32} {len(value) if isinstance(value, dict) else value}", markup=False, soft_wrap=True)
+    print_fields(make_console(), figures | {"bad_files": len(dataset.bad_files)})
     return figures
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.acceptance import Sampler
 from engine.decode import Decoded, DecodingTarget, Drafter, plain_generate, speculative_generate
-from engine.reports import print_table
+from engine.reports import print_fields, print_table
 
 # New tokens of the first, unmeasured decoding: libraries load and pick kernels in it.
 _WARM_UP_TOKENS = 8
@@ -140,9 +140,7 @@ def print_decoding(figures: dict[str, Any], console: Console) -> None:
         ("drafts", "verifications", "share"),
         ((str(n), str(count), f"{count / verifications:.1%}") for n, count in enumerate(histogram)),
     )
-    for name, value in figures.items():
-        if name != "acceptance_histogram":
-            console.print(f"{name:26} {value}", markup=False, soft_wrap=True)
+    print_fields(console, {name: value for name, value in figures.items() if name != "acceptance_histogram"})
     if figures.get("differing_tokens"):
         console.print("differing_tokens should be 0: see docs/evaluate.md, or decode with --set run.precision=fp32")
 

@@ -211,7 +211,7 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
         raise ValueError(
             f"target layers: expected 1 to {max(span + 1, 1)} taps for a target of {num_target_layers} layers, "
             f"found {num_taps}. "
-            "Tap fewer layers or name target_layer_ids."
+            "Tap fewer layers (--num-taps) or name them (--layers)."
         )
     return tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
 

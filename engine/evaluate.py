@@ -30,7 +30,7 @@ from engine.hf_decoding import load_decoding_target
 from engine.plots import plot_evaluation, require_plot
 from engine.precision import compute_dtype
 from engine.prompts import ByteTokenizer, HFTokenizer, read_prompts
-from engine.reports import make_console
+from engine.reports import make_console, print_fields
 from engine.settings import Settings
 from engine.target import load_target
 
@@ -59,8 +59,7 @@ def evaluate_drafter(
     if data is not None:
         figures |= _teacher_forced(folder, config, weights, data, settings)
     console = make_console()
-    for name, value in figures.items():
-        console.print(f"{name:26} {value}", markup=False, soft_wrap=True)
+    print_fields(console, figures)
     if decoder is not None:
         figures["decoding"] = decoder.run()
         print_decoding(figures["decoding"], console)

@@ -8,12 +8,12 @@ from engine.cli_options import EXIT_STALE, echo_json, json_option, require_data,
 from engine.settings import load_settings
 
 
-@click.group()
+@click.group(short_help="Capture a run's graphs; see whether they hold.")
 def graphs() -> None:
     """Capture the graphs of a run's settings, and see whether those that were captured still hold."""
 
 
-@graphs.command()
+@graphs.command(short_help="Tell which buckets' graphs are fresh or stale.")
 @click.argument("config", required=False, type=click.Path(dir_okay=False))
 @set_option
 @json_option
@@ -32,7 +32,7 @@ def status(config: str | None, overrides: Sequence[str], as_json: bool) -> None:
         click.get_current_context().exit(EXIT_STALE)
 
 
-@graphs.command()
+@graphs.command(short_help="Capture, verify and measure a run's graphs.")
 @click.argument("config", required=False, type=click.Path(dir_okay=False))
 @set_option
 @json_option

@@ -21,7 +21,7 @@ from engine.assemble import norm_eps, refuse_unreproduced, text_config
 from engine.data_source import ScanProgress, facts_are_settings, facts_from
 from engine.reading_checks import check_layer_ids, check_norm, some_positions
 from engine.recomputation import recompute as recompute_samples
-from engine.reports import make_console
+from engine.reports import make_console, print_fields
 from engine.sample_progress import SampleProgress
 from engine.settings import Settings
 from engine.settings_fields import SettingsError
@@ -251,23 +251,22 @@ def _warnings(figures: dict[str, Any]) -> list[str]:
 
 
 def _show(figures: dict[str, Any]) -> None:
-    console = make_console()
-
-    def line(name: str, value: Any) -> None:
-        console.print(f"{name:40} {value}", markup=False, soft_wrap=True)
-
+    shown: dict[str, Any] = {}
+    below: list[str] = []
     for name, value in figures.items():
-        if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-            for item in value:
-                line(name, item)
+        if name in ("missing_settings", "warnings", "bad_files"):
+            shown[name] = len(value)
+            items = [f"{file}: {reason}" for file, reason in value.items()] if isinstance(value, dict) else value
+            below += [f"{name}: {item}" for item in items]
         elif name == "recomputed":
-            line("recomputed_samples", value["samples"])
+            shown["recomputed_samples"] = value["samples"]
             for tap in value["taps"]:
-                line(f"tap_of_layer_{tap['recorded']}_is", f"{tap['is']}, {tap['distance']:.4f} of its length away")
-            line("last_hidden_distance", value["last_hidden"])
-        elif name == "bad_files":
-            line(name, len(value))
-            for file, reason in value.items():
-                console.print(f"  {file}: {reason}", markup=False, soft_wrap=True)
+                what = "of no layer, the nearest" if tap["is"] is None else tap["is"]
+                shown[f"tap_of_layer_{tap['recorded']}_is"] = f"{what}, {tap['distance']:.4f} of its length away"
+            shown["last_hidden_distance"] = value["last_hidden"]
         else:
-            line(name, value)
+            shown[name] = value
+    console = make_console()
+    print_fields(console, shown)
+    for line in below:
+        console.print(line, markup=False, soft_wrap=True)

@@ -31,12 +31,40 @@ def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 def print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table whose first column is text and whose others are numbers or words, set to the right."""
-    table = Table(title=escape(title), box=SIMPLE_HEAD, title_justify="left")
+    # rich would fold a title at the table's width.
+    console.print(title, markup=False, soft_wrap=True)
+    table = Table(box=SIMPLE_HEAD)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table)
+
+
+def print_fields(console: Console, figures: Mapping[str, Any]) -> None:
+    """A name and its value a line, the values in one column; numbers to four places (--json has them whole)."""
+    width = max(map(len, figures), default=0)
+    for name, value in figures.items():
+        # An id is a name: no comma goes into it.
+        text = str(value) if name.endswith("_id") and value is not None else spoken(value)
+        console.print(f"{name:{width}}  {text}", markup=False, soft_wrap=True)
+
+
+def spoken(value: Any) -> str:
+    """A figure as a person reads it: `yes`, `21,174`, `0.6603`, `1, 2, 3`, and `-` for nothing."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 1e4 <= abs(value) < math.inf else f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {spoken(item)}" for key, item in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(spoken, value)) or "none"
+    return str(value)
 
 
 class MetricsLog:

@@ -203,7 +203,12 @@ class TrainingRun:
         save_drafter(self.folder / "drafter", engine.config, engine.params.state())
         rows = self.tally.rows(engine)
         self.display.stop()
-        print_bucket_table(rows, self.console)
+        if any(row["batches"] for row in rows):
+            print_bucket_table(rows, self.console)
+        else:
+            self.say(
+                f"nothing is left to train: all {step} steps were done before; more run.epochs or run.max_steps go on"
+            )
         best = f"; best so far by accepted length: {self.folder / 'best'}" if self.intake.held_out is not None else ""
         self.say(f"drafter of the last step: {self.folder / 'drafter'}{best}")
         skipped = named_samples(self.data.training, self.tally.skipped(self.intake))
@@ -308,7 +313,8 @@ class TrainingRun:
             self._saved_step = start.step
             if self.intake.held_out is not None:
                 self.intake.held_out.go_on()
-            self.say(f"going on from {saved}")
+            ignored = "; model.init is not read: the weights are the checkpoint's" if self.settings.model.init else ""
+            self.say(f"going on from {saved}{ignored}")
         self.begin_at(start)
 
     def begin_at(self, start: Position) -> None:

@@ -187,7 +187,8 @@ class BucketsSettings:
     )
     max_length: int = setting(
         0,
-        "longest sample to plan for; 0 means the longest of the dataset; packed rows may be longer",
+        "longest sample to plan for, rounded up to the attention tile (128); 0 means the longest of the dataset; packed rows "
+        "may be longer",
         change="recapture",
         low=0,
     )
@@ -495,8 +496,10 @@ def _kind(section: str, key: str, where: str) -> Any:
         known = [f"{other}.{name}" for other in SECTIONS for name in field_types(SECTIONS[other])]
         # The right key under the wrong section is likelier than a misspelt one.
         same = [name for name in known if name.endswith(f".{key}")]
-        nearest = (same or difflib.get_close_matches(f"{section}.{key}", known, n=1, cutoff=0.0))[0]
-        raise SettingsError(f"{where}unknown setting {section}.{key}; the nearest is {nearest}.")
+        near = same or [f"{section}.{name}" for name in difflib.get_close_matches(key.lower(), kinds, n=1)]
+        # A name that is like none of ours is another trainer's word: its nearest by letters would mislead.
+        told = f"the nearest is {near[0]}" if near else f"[{section}] has {', '.join(kinds)}"
+        raise SettingsError(f"{where}unknown setting {section}.{key}; {told}.")
     return kinds[key]
 
 

@@ -60,6 +60,13 @@ def failing(error: BaseException) -> Callable[..., Any]:
     return fail
 
 
+@pytest.mark.parametrize("group", [[], ["data"], ["graphs"], ["bench"]])
+def test_lists_of_commands_are_whole_sentences(group: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*group, "--help"]) == 0
+    listed = capsys.readouterr().out.partition("Commands:")[2]
+    assert "..." not in listed, "a command's first sentence is too long for the list: give it a short_help"
+
+
 def test_help_of_every_command_is_complete_and_needs_no_torch() -> None:
     program = """
 import sys

@@ -191,6 +191,6 @@ def test_inspect_lists_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     capsys.readouterr()
     assert main(["data", "inspect", str(data), "--json"]) == 1
     told = capsys.readouterr().out
-    assert "  rows_0-2000/data_3.ckpt: expected a file of torch.save, found an empty file" in told
+    assert "bad_files: rows_0-2000/data_3.ckpt: expected a file of torch.save, found an empty file" in told
     figures = json.loads(told.splitlines()[-1])
     assert figures["samples"] == 8 and len(figures["bad_files"]) == 2 and len(figures["missing_settings"]) == 3

@@ -44,7 +44,9 @@ def test_what_a_dataset_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "warnings": [figures["warnings"][0]],
     }
     assert "last_hidden does not predict the next token" in figures["warnings"][0]
-    told = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    *lines, warning = capsys.readouterr().out.splitlines()
+    assert warning == f"warnings: {figures['warnings'][0]}"
+    told = [line.split()[0] for line in lines]
     assert sorted(told) == sorted([*figures, "last_hidden_nats"])
 
 

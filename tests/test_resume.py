@@ -154,6 +154,19 @@ def test_a_finished_run_started_again_changes_nothing(data: Path, tmp_path: Path
     assert again["final"]["loss"] == first["final"]["loss"]
 
 
+def test_a_run_that_goes_on_says_what_it_leaves_out(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    run(data, output, "run.max_steps=2")
+    assert "buckets (rows x tokens x blocks)" in capsys.readouterr().err.splitlines()
+    run(data, output, "run.max_steps=2", f"model.init={output / 'drafter'}")
+    said = capsys.readouterr().err
+    assert "step-00000002; model.init is not read: the weights are the checkpoint's" in said
+    assert "nothing is left to train: all 2 steps were done before" in said
+    assert "buckets (rows x tokens x blocks)" not in said.splitlines()
+
+
 def test_more_epochs_continue_a_finished_run(data: Path, tmp_path: Path) -> None:
     run(data, tmp_path / "run", "run.epochs=1")
     assert run(data, tmp_path / "run", "run.epochs=2")["steps"] == 20

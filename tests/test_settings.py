@@ -90,6 +90,10 @@ def test_settings_cannot_be_changed() -> None:
         ("modle.block_size=8", r"--set modle.block_size: unknown section \[modle\]; the nearest is \[model\]"),
         ("model.blok_size=8", "unknown setting model.blok_size; the nearest is model.block_size"),
         ("run.lr=1", "unknown setting run.lr; the nearest is optimizer.lr"),
+        (
+            "optimizer.learning_rate=1",
+            r"unknown setting optimizer.learning_rate; \[optimizer\] has lr, schedule, warmup_ratio",
+        ),
         ("lr=1", "--set: expected section.key=value, found 'lr=1'"),
         ("run.seed", "--set: expected section.key=value, found 'run.seed'"),
         ("optimizer.lr=fast", "optimizer.lr: expected a number, more than 0, found 'fast'"),
