@@ -5,6 +5,8 @@ from setuptools import find_packages, setup
 PLOTS = ["matplotlib>=3.8"]
 ARROW = ["pyarrow>=15"]
 HF = ["transformers>=5"]
+TENSORBOARD = ["tensorboard>=2.15"]
+WANDB = ["wandb>=0.16"]
 
 setup(
     name="dflash-engine",
@@ -30,6 +32,8 @@ setup(
         "plots": PLOTS,
         "arrow": ARROW,
         "hf": HF,
+        "tensorboard": TENSORBOARD,
+        "wandb": WANDB,
         # ruff and mypy report different things in each minor version, and the tests run both.
         "test": [*PLOTS, *ARROW, *HF, "pytest>=8", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5"],
     },

@@ -17,6 +17,7 @@ from engine.intake import Intake, plan_intake
 from engine.laps import Laps
 from engine.memory_budget import Budget, budget_for
 from engine.settings import Settings
+from engine.sinks import require_sinks
 from engine.turns import set_turns
 from graphs.capture_errors import CaptureError
 from graphs.generation import GenerationLost
@@ -54,6 +55,7 @@ def reconfigure(run: TrainingRun, settings: Settings) -> None:
     if not changes:
         return
     refuse_restarts(changes)
+    require_sinks(settings.run.sinks)
     run.run_log.write()  # the lines stand in the order of their steps
     before, laps = Counters.read(run.engine.device), Laps()
     asks, places = worst(changes), lasting_addresses(run.engine)

@@ -70,8 +70,12 @@ def spoken(value: Any) -> str:
 class MetricsLog:
     """metrics.jsonl of a run: one JSON object a line, flushed as it is written."""
 
-    def __init__(self, path: Path, *, resume_step: int) -> None:
-        """Lines of steps after resume_step belong to work that will be done again: they are dropped."""
+    def __init__(
+        self, path: Path, *, resume_step: int, also: Callable[[Mapping[str, Any]], None] = lambda record: None
+    ) -> None:
+        """Lines of steps after resume_step belong to work that will be done again: they are dropped. also: gets every record
+        that is written, after the line."""
+        self._also = also
         self.kept: list[dict[str, Any]] = []
         if resume_step and path.is_file():
             for line in path.read_bytes().splitlines():
@@ -94,8 +98,10 @@ class MetricsLog:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends one record. A number that is not finite becomes null: JSON has no word for it."""
-        self._file.write(json.dumps(without_nan(record)) + "\n")
+        record = without_nan(record)
+        self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+        self._also(record)
 
     def close(self) -> None:
         """Ends the file."""

@@ -47,6 +47,7 @@ from engine.run_folder import alone_in, prepare_output
 from engine.run_log import RunLog
 from engine.run_tally import RunTally
 from engine.settings import Settings
+from engine.sinks import Sinks, require_sinks
 from engine.turns import short_turns
 from engine.watch import Watch
 from engine.watchdog import Watchdog
@@ -281,6 +282,7 @@ class TrainingRun:
     def _assemble(self, parts: ExitStack) -> None:
         """Data, plan, inputs and engine, from the cheapest check to the dearest."""
         settings = self.settings
+        require_sinks(settings.run.sinks)
         device = resolve_device(settings.run.device)
         precision = resolve_precision(settings.run.precision, device)
         use_compile_cache(settings, device, self.say)
@@ -352,7 +354,10 @@ class TrainingRun:
 
     def _open_logs(self, parts: ExitStack, saved: Path | None) -> None:
         self.write_description()
-        self.metrics_file = MetricsLog(self.folder / "metrics.jsonl", resume_step=self.start.step if saved else 0)
+        start_step = self.start.step if saved else 0
+        sinks = Sinks(self.folder, self.settings, start_step, self.say)
+        parts.callback(sinks.close)
+        self.metrics_file = MetricsLog(self.folder / "metrics.jsonl", resume_step=start_step, also=sinks.write)
         parts.callback(self.metrics_file.close)
         self.run_log: RunLog = RunLog(
             self.engine,

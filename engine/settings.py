@@ -24,6 +24,7 @@ from engine.settings_fields import (
 
 # gamma of the decay for a block of K tokens, from the DFlash paper (arXiv 2602.06036).
 PAPER_GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
+SINK_NAMES = ("tensorboard", "wandb")  # what they are: engine/sinks.py
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -339,6 +340,11 @@ class RunSettings:
         change="restart",
     )
     log_every: int = setting(10, "steps between two lines of metrics", change="live", low=1)
+    sinks: tuple[str, ...] = setting(
+        (),
+        "where metrics go beside metrics.jsonl: tensorboard, wandb (docs/watch.md); read when the run starts",
+        change="live",
+    )
     eval_every: int = setting(
         200, "steps between two evaluations on data.eval_path; 0 evaluates at the end only", change="live", low=0
     )
@@ -404,6 +410,12 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        unknown = [name for name in self.sinks if name not in SINK_NAMES]
+        if unknown or len(set(self.sinks)) < len(self.sinks):
+            raise SettingsError(
+                f"run.sinks: expected some of {', '.join(SINK_NAMES)}, each once, found {', '.join(self.sinks)}. Leave out "
+                f"{', '.join(unknown) or 'what is there twice'}."
+            )
         if not self.output:
             raise SettingsError("run.output: expected a folder, found nothing. Name one; . is the current folder.")
 

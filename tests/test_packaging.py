@@ -91,6 +91,13 @@ def test_installed_metadata() -> None:
     arguments: dict[str, Any] = setup_arguments()
     assert installed.version == ast.literal_eval(arguments["version"])
     assert installed.metadata["Requires-Python"] == ">=3.11"
-    assert set(installed.metadata.get_all("Provides-Extra") or ()) == {"arrow", "hf", "plots", "test"}
+    assert set(installed.metadata.get_all("Provides-Extra") or ()) == {
+        "arrow",
+        "hf",
+        "plots",
+        "tensorboard",
+        "test",
+        "wandb",
+    }
     (script,) = installed.entry_points.select(group="console_scripts")
     assert (script.name, script.value) == ("dflash-engine", "bench.cli:main")
