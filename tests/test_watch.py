@@ -65,12 +65,8 @@ def test_lines_hold_what_the_machine_did(data: Path, tmp_path: Path) -> None:
     assert sum(bucket["useful_tokens"] for bucket in buckets) == 2 * sum(LENGTHS)
     assert all(bucket["device_ms"] > 0 and bucket["slot_tokens"] >= bucket["useful_tokens"] for bucket in buckets)
     assert {"forward and backward", "update", "evaluation"} == {name for m in machines for name in m["device_s"]}
-    assert {name for m in machines for name in m["host_s"]} == {
-        "launching",
-        "waiting for input",
-        "evaluation",
-        "checkpoints",
-    }
+    asked = {"launching", "waiting for input", "evaluation", "checkpoints"}
+    assert asked <= {name for m in machines for name in m["host_s"]}
     for machine in machines:
         assert 0 < device_share(machine) <= 1
         assert machine["memory_mib"]["host"] > 0 and machine["tokens_per_s_mean"] > 0
