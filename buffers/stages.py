@@ -10,14 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch.profiler import record_function
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """name: one of the module's. what: on what, in words, or "". since_s: time.monotonic when it began."""
 
     name: str
@@ -39,21 +38,20 @@ def stage(name: str, what: str = "") -> Iterator[None]:
     """Inside, and as a decorator in the function, the calling thread is doing this. May be nested: the innermost counts."""
     thread = threading.get_ident()
     outer = _stages.get(thread)
-    _enter(thread, Stage(name, what, time.monotonic()))
+    _changes[thread] = _changes.get(thread, 0) + 1
+    _stages[thread] = Stage(name, what, time.monotonic())
     try:
-        with record_function(f"{name} {what}".rstrip()) if _ranges else nullcontext():
+        if _ranges:
+            with record_function(f"{name} {what}".rstrip()):
+                yield
+        else:
             yield
     finally:
-        _enter(thread, outer)
-
-
-def _enter(thread: int, now: Stage | None) -> None:
-    _changes[thread] = _changes.get(thread, 0) + 1
-    if now is None:
-        # The thread's number may be another's once it has ended.
-        _stages.pop(thread, None)
-    else:
-        _stages[thread] = now
+        _changes[thread] += 1
+        if outer is None:
+            del _stages[thread]  # its number may be another thread's later
+        else:
+            _stages[thread] = outer
 
 
 def changes_of(thread: int) -> int:

@@ -149,6 +149,21 @@ def test_settings_reach_the_training(replace: Replace, tmp_path: Path) -> None:
     ]
 
 
+def test_check_is_a_setting_that_another_number_replaces(replace: Replace, tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def work(settings: Any, **_: Any) -> dict[str, Any]:
+        seen.append(settings.run.check_every)
+        return {}
+
+    args = replace("train", work)
+    config = tmp_path / "run.toml"
+    config.write_text('[data]\npath = "a"\n')
+    assert main(args) == main([*args, "--check"]) == main([*args, "--check", "--set", "run.check_every=3"]) == 0
+    assert main(["train", str(config), "--check"]) == 0
+    assert seen == [0, 20, 3, 20]
+
+
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
