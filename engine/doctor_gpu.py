@@ -1,4 +1,4 @@
-"""What the doctor asks of the GPUs: who holds their memory, what of the engine they can do, which settings pay."""
+"""What the doctor asks of the GPUs: what they are, what of the engine they can do, which settings pay."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from engine.doctor_host import c_compiler
+from engine.gpu_holders import held_on
 from engine.precision import check_fp8_device
 
-_MIB = 2**20
 _SMALL_SHARED_MEMORY = 99 * 1024  # what the attention's small tiles compile within (engine/ops/attention_tiles.py)
 _PATIENCE_S = 120.0
 
@@ -50,7 +50,7 @@ def find_gpus() -> list[Gpu]:
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         shared = int(getattr(properties, "shared_memory_per_block_optin", 0)) or _shared_memory(index)
-        held = memory_holders(str(getattr(properties, "uuid", "")), total - free)
+        held = held_on(torch.device("cuda", index))
         capability = f"{properties.major}.{properties.minor}"
         found.append(Gpu(properties.name, capability, total, free, shared, properties.multi_processor_count, held))
     return found
@@ -62,40 +62,6 @@ def _shared_memory(index: int) -> int:
     except ImportError:
         return 0
     return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
-
-
-def memory_holders(uuid: str, held_bytes: int, ask: Callable[[], str | None] | None = None) -> str:
-    """The processes on the GPU with this uuid and their MiB, in words; what the driver will not tell is said too. ask: gives
-    nvidia-smi's answer, None where there is no nvidia-smi."""
-    answer = (ask or _ask_nvidia_smi)()
-    held = f"{held_bytes / _MIB:,.0f} MiB are held"
-    if answer is None:
-        return f"{held}; by whom, nvidia-smi would tell, which was not found here"
-    told = []
-    for line in answer.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) < 4 or uuid not in fields[0]:
-            continue
-        # A process's name may hold commas.
-        pid, name, used = fields[1], ", ".join(fields[2:-1]), fields[-1]
-        mine = ", this one" if pid == str(os.getpid()) else ""
-        told.append(f"{name} (pid {pid}{mine}) {f'{int(used):,} MiB' if used.isdigit() else 'an untold amount'}")
-    if not told:
-        return f"{held}; by no process that can be seen from here (the driver itself, or another container)"
-    return f"{held}: {'; '.join(told)}"
-
-
-def _ask_nvidia_smi() -> str | None:
-    command = [
-        "nvidia-smi",
-        "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
-        "--format=csv,noheader,nounits",
-    ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
 
 
 def works_here(gpus: Sequence[Gpu], env: Mapping[str, str] = os.environ) -> dict[str, Works]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from buffers.shapes import Bucket
+from engine.gpu_holders import held_on
 from engine.memory_estimate import Estimate
 from engine.settings import Settings
 from engine.settings_fields import SettingsError
@@ -23,10 +25,11 @@ Reckon = Callable[[Settings, Sequence[Bucket]], Estimate]
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes, and where the number comes from, in words."""
+    """Bytes, and where the number comes from, in words. held: tells who holds the rest, asked only when it matters."""
 
     nbytes: int
     source: str
+    held: Callable[[], str] | None = None
 
 
 def budget_for(settings: Settings, device: torch.device) -> Budget | None:
@@ -37,7 +40,8 @@ def budget_for(settings: Settings, device: torch.device) -> Budget | None:
         return None
     # What torch holds and nobody uses is free to us as well.
     spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return Budget(torch.cuda.mem_get_info(device)[0] + spare, f"what {torch.cuda.get_device_name(device)} has free")
+    source = f"what {torch.cuda.get_device_name(device)} has free"
+    return Budget(torch.cuda.mem_get_info(device)[0] + spare, source, partial(held_on, device))
 
 
 def check_budget(
@@ -50,11 +54,12 @@ def check_budget(
         return found
     largest = max(found.steps, key=lambda bucket: found.steps[bucket].most)
     fixed = sum(found.fixed.values())
+    held = f"; {budget.held()}: end what should not run there, or take another GPU" if budget.held is not None else ""
     raise SettingsError(
         f"buckets: expected a plan within {budget.nbytes / GIB:.1f} GiB ({budget.source}), found one estimated to need "
         f"{found.total / GIB:.1f} GiB: {fixed / GIB:.1f} for weights, optimizer, target and inputs, {found.pool / GIB:.1f} for "
         f"the graphs' pool (largest: {largest.name}), {found.executables / GIB:.1f} for the graphs; "
-        f"{_advice(settings, budget, reckon, replan)}"
+        f"{_advice(settings, budget, reckon, replan)}{held}"
     )
 
 

@@ -10,8 +10,9 @@ import torch
 
 from bench.cli import main
 from engine import doctor, doctor_gpu
-from engine.doctor_gpu import Gpu, compared, measure_variants, memory_holders, works_here
+from engine.doctor_gpu import Gpu, compared, measure_variants, works_here
 from engine.doctor_host import disk_speed, extras, locked_memory, settings_found
+from engine.gpu_holders import memory_holders
 
 MIB = 2**20
 H200 = Gpu("NVIDIA H200", "9.0", 141 * 2**30, 100 * 2**30, 227 * 1024, 132, "nothing is held")

@@ -1,5 +1,6 @@
 """The arithmetic of a step's memory against what an H200 held, and a plan that does not fit."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,7 @@ def test_torchs_allocator_rounds_splits_and_joins() -> None:
 # Refused before it is built
 
 
-def refuse(name: str, gib: float, *changes: str) -> str:
+def refuse(name: str, gib: float, *changes: str, held: Callable[[], str] | None = None) -> str:
     settings, workload = load_settings(None, changes), WORKLOADS[name]
 
     def replan(changed: Settings) -> list[Bucket]:
@@ -127,11 +128,16 @@ def refuse(name: str, gib: float, *changes: str) -> str:
         check_budget(
             settings,
             replan(settings),
-            Budget(int(gib * GIB), "a test"),
+            Budget(int(gib * GIB), "a test", held),
             reckon=lambda s, b: estimate(s, workload.config(), b),
             replan=replan,
         )
     return str(refused.value)
+
+
+def test_who_holds_the_memory_is_told_with_the_refusal() -> None:
+    told = refuse("W3", 52.0, "buckets.token_budget=36864", held=lambda: "9 MiB are held: other (pid 7) 9 MiB")
+    assert told.endswith("; 9 MiB are held: other (pid 7) 9 MiB: end what should not run there, or take another GPU")
 
 
 def test_the_smallest_change_that_fits_is_named() -> None:
