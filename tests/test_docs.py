@@ -73,3 +73,21 @@ def test_every_figure_that_is_explained_is_one() -> None:
     # peers has the figures of both under their names, buckets those of the eager epoch.
     missing = [n for n in names if not re.search(rf'"({n}|{re.sub("^(ours|specforge)_|_eager$", "", n)})"', source)]
     assert missing == []
+
+
+def test_links_lead_to_pages_and_headings_that_exist() -> None:
+    pages = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+    found = []
+    for page in pages:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            if link.startswith("https://"):
+                continue
+            path, _, heading = link.partition("#")
+            to = page.parent / path if path else page
+            assert to.exists(), f"{page.name} links to {link}"
+            if heading:
+                heads = re.findall(r"^#+ (.*)$", to.read_text(encoding="utf-8"), flags=re.MULTILINE)
+                slugs = {re.sub(r"[^a-z0-9 -]", "", head.lower()).replace(" ", "-") for head in heads}
+                assert heading in slugs, f"{page.name} links to {link}"
+            found.append(to.resolve())
+    assert {page.resolve() for page in pages[1:]} <= set(found), "a page that nothing links to"
