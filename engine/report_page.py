@@ -152,13 +152,17 @@ def _phases(records: RunRecords) -> str:
     rows = [(f"device: {name}", s) for name, s in device.items()]
     rows += [("device: idle", max(0.0, whole - sum(device.values())))]
     rows += [(f"loop: {name}", s) for name, s in host.items()]
-    return bar_chart([(name, s, f"{s:,.1f} s, {s / whole:.1%}") for name, s in rows])
+    return bar_chart([(name, s, f"{_seconds(s)}, {s / whole:.1%}") for name, s in rows])
 
 
 def _start(records: RunRecords) -> str:
     starts = [r for r in records.events if r["event"] == "started"]
     last = {name: s for name, value in table(starts[-1] if starts else {}, "seconds").items() if (s := number(value))}
-    return bar_chart([(name, s, f"{s:,.1f} s") for name, s in last.items()])
+    return bar_chart([(name, s, _seconds(s)) for name, s in last.items()])
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f} s" if value >= 10 else f"{value:.2f} s"
 
 
 def _buckets(records: RunRecords) -> str:

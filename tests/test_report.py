@@ -74,8 +74,8 @@ def test_every_section_of_a_run_under_way(tmp_path: Path) -> None:
         *("1x1024x64", "2", "8", "1,600", "20.0%", "10.00", "20,000"),
         *("2x512x64", "2", "8", "1,600", "20.0%", "10.00", "20,000"),
     ]
-    assert "4.5 s, 75.0%" in section(text, "Seconds by phase, training")
-    assert "0.8 s, 12.5%" in section(text, "Seconds by phase, training")  # device: idle
+    assert "4.50 s, 75.0%" in section(text, "Seconds by phase, training")
+    assert "0.75 s, 12.5%" in section(text, "Seconds by phase, training")  # device: idle
     assert "30.0 s" in section(text, "Seconds by phase, before")
     assert "buckets.token_budget 1024 -&gt; &lt;2048&gt;, recapture" in section(text, "Starts, generations")
     for title in ("Loss", "Accept length:", "Accuracy per slot", "Useful tokens/s of", "Useful tokens per", "Padding"):
