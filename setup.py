@@ -35,7 +35,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,
         # ruff and mypy report different things in each minor version, and the tests run both.
-        "test": [*PLOTS, *ARROW, *HF, "pytest>=8", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5"],
+        "test": [*PLOTS, *ARROW, *HF, "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5"],
     },
     entry_points={"console_scripts": ["dflash-engine = bench.cli:main"]},
 )

@@ -1,5 +1,6 @@
 """What all tests share: a fixed seed, and the same number of threads everywhere."""
 
+import os
 import random
 from collections.abc import Callable, Iterator
 
@@ -10,8 +11,9 @@ import torch
 from buffers.batching import Batch
 from engine.data_feed import Progress
 
-# Sums of floats depend on how many threads share them: fixed, so that a test sees the same bits on every machine.
-torch.set_num_threads(2)
+# Sums of floats depend on how many threads share them: fixed, so that a test sees the same bits on every machine. One where
+# two workers share the cores (pytest -n 2).
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
 @pytest.fixture(autouse=True, scope="session")

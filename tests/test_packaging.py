@@ -31,7 +31,7 @@ def line_between(name: str) -> str:
 
 
 def test_readme_lines_start_from_python_and_pip() -> None:
-    for name, ending in (("demo line", "/dflash-engine demo"), ("test line", "/python -m pytest")):
+    for name, ending in (("demo line", "/dflash-engine demo"), ("test line", "/python -m pytest -n 2")):
         line = line_between(name)
         assert line.startswith("python3 -m venv .venv && .venv/bin/pip install -e ")
         assert line.endswith(ending)
