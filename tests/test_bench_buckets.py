@@ -60,7 +60,7 @@ def test_rates_are_work_over_time() -> None:
 def test_a_result_says_where_it_comes_from(tmp_path: Path) -> None:
     where = measure(training_dataset(tmp_path / "data", (40,)))["where"]
     assert where.keys() == {"gpu", "torch", "triton", "cuda", "python", "commit", "command", "date"}
-    assert where["command"].startswith("dflash-engine ")
+    assert where["command"].startswith("dflash-engine")
     assert len(where["commit"].removesuffix("+changes")) in (12, len("unknown"))
 
 
