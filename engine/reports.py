@@ -30,12 +30,13 @@ def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table whose first column is text and whose others are numbers or words, set to the right."""
+    """A table whose first column is text and whose others are numbers or words, set to the right; sentences (`because`) are set
+    to the left."""
     # rich would fold a title at the table's width.
     console.print(title, markup=False, soft_wrap=True)
     table = Table(box=SIMPLE_HEAD)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+        table.add_column(column, justify="right" if index and column != "because" else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table)

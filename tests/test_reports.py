@@ -35,6 +35,12 @@ def test_fields_stand_in_one_column_and_ids_bear_no_comma(capsys: pytest.Capture
     assert capsys.readouterr().out == "tokens         151,669\nmask_token_id  151669\nlast_id        -\n"
 
 
+def test_reasons_are_set_to_the_left_and_numbers_to_the_right(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(make_console(), "", ("name", "n", "because"), [("a", "1", "short"), ("b", "200", "a longer reason")])
+    a, b = capsys.readouterr().out.splitlines()[-3:-1]
+    assert a.index("short") == b.index("a longer") and a.index("1") == b.index("200") + 2
+
+
 def test_a_title_longer_than_its_table_stays_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     title = "a title [in brackets] that is much longer than the table below it " * 5
     print_table(make_console(), title, ("a", "b"), [("1", "2")])
