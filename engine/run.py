@@ -35,17 +35,17 @@ from engine.held_out import open_held_out
 from engine.intake import Intake, RunData, plan_intake
 from engine.interrupts import Interrupts
 from engine.laps import Laps
-from engine.left_out import named_samples, spoken_lengths, spoken_samples, write_left_out
+from engine.left_out import named_samples, write_left_out
 from engine.memory_budget import budget_for
-from engine.mixture_report import print_sources
 from engine.optimizer import Schedule
 from engine.profiling import StepProfile
 from engine.progress import Display
 from engine.reconfigure import follow, reconfigure
-from engine.reports import MetricsLog, make_console, print_bucket_table, write_buffers
+from engine.reports import MetricsLog, make_console, write_buffers
 from engine.run_folder import alone_in, prepare_output
 from engine.run_log import RunLog
 from engine.run_tally import RunTally
+from engine.run_words import held_out_too_long, say_end, say_plan
 from engine.settings import Settings
 from engine.sinks import Sinks, require_sinks
 from engine.turns import short_turns
@@ -85,7 +85,7 @@ class TrainingRun:
             parts.enter_context(alone_in(self.folder))
             if saved is not None:
                 check_config(saved, self.engine.config)
-            self._say_plan()
+            say_plan(self)
             self.make_ready(self.intake, self.laps)
             self._find_start(saved)
             self.tally, self.watch = RunTally(), Watch()
@@ -204,20 +204,9 @@ class TrainingRun:
         save_drafter(self.folder / "drafter", engine.config, engine.params.state())
         rows = self.tally.rows(engine)
         self.display.stop()
-        if any(row["batches"] for row in rows):
-            print_bucket_table(rows, self.console)
-        else:
-            self.say(
-                f"nothing is left to train: all {step} steps were done before; more run.epochs or run.max_steps go on"
-            )
-        best = f"; best so far by accepted length: {self.folder / 'best'}" if self.intake.held_out is not None else ""
-        self.say(f"drafter of the last step: {self.folder / 'drafter'}{best}")
         skipped = named_samples(self.data.training, self.tally.skipped(self.intake))
         self._write_left_out(skipped)
-        if self.checks.steps:
-            self.say(f"{self.checks.steps} steps checked, {self.checks.compared} of them compared: nothing found")
-        if skipped:
-            self.say(f"{len(skipped)} samples with NaN or infinity were left out: {spoken_samples(skipped)}")
+        say_end(self, rows, skipped)
         return {
             "steps": step,
             "epoch": self.progress.epoch,
@@ -376,7 +365,7 @@ class TrainingRun:
             self.folder / "left_out.json",
             too_long=self.settings.data.too_long,
             training=self.intake.plan.too_long,
-            held_out=self._held_out_too_long(),
+            held_out=held_out_too_long(self),
             not_finite=not_finite,
             bad_files=self.data.training.bad_files,
         )
@@ -396,24 +385,6 @@ class TrainingRun:
             estimates_mib=plan.memory.grown_mib(),
             reports=reports,
         )
-
-    def _held_out_too_long(self) -> Sequence[tuple[int, int]]:
-        return self.intake.held_out.too_long if self.intake.held_out is not None else []
-
-    def _say_plan(self) -> None:
-        engine, too_long = self.engine, self.settings.data.too_long
-        names = ", ".join(bucket.name for bucket in engine.buckets)
-        how = "replaying CUDA graphs" if engine.executor.how == "replayed" else "calling the steps (no GPU)"
-        if self.intake.plan.sources:
-            print_sources(self.intake.plan.sources, self.console)
-        self.say(f"{engine.device}, {engine.precision}, {how}; buckets (rows x tokens x blocks): {names}")
-        what = {"skip": "left out", "truncate": "cut off", "split": "split"}[too_long]
-        for kind, found in (
-            ("samples", self.intake.plan.too_long),
-            ("held-out samples", self._held_out_too_long()),
-        ):
-            if found:
-                self.say(f"{len(found)} {kind} longer than the largest bucket are {what}: {spoken_lengths(found)}")
 
     def say(self, text: str) -> None:
         """A line for people."""
