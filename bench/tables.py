@@ -1,4 +1,4 @@
-"""Tables of README.md, docs/performance.md and docs/fp8.md from the records in bench/results.
+"""Tables of README.md and of docs/performance.md, fp8.md and reliability.md from the records in bench/results.
 
 `python -m bench.tables` writes them anew.
 No figure in them is typed by hand; a test compares the pages with what this module makes of the records.
@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bench.reliability_tables import RELIABILITY_TABLES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -213,6 +215,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "mixture table": mixture_table,
     "extraction table": extraction_table,
     "fp8 table": fp8_table,
+    **RELIABILITY_TABLES,
 }
 
 
@@ -226,7 +229,7 @@ def filled(page: str) -> str:
     return page
 
 
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "fp8")))
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "fp8", "reliability")))
 
 
 if __name__ == "__main__":
