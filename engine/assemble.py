@@ -212,6 +212,7 @@ def generation_options(settings: Settings) -> dict[str, Any]:
         "attention": settings.model.attention,
         "chunk_rows": settings.model.head_chunk,
         "recompute": settings.model.recompute,
+        "adds": settings.run.accumulation > 1,
         "on_capture_failure": settings.run.on_capture_failure,
     }
 

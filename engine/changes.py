@@ -45,8 +45,9 @@ def changes_between(old: Settings, new: Settings) -> list[SettingChange]:
             before, after = (getattr(getattr(settings, section), field.name) for settings in (old, new))
             if before != after:
                 change: Change = field.metadata["change"]
-                if field.metadata["from_zero"] and (before == 0) != (after == 0):
-                    change = field.metadata["from_zero"]
+                low = field.metadata["limits"].low
+                if field.metadata["from_low"] and (before == low) != (after == low):
+                    change = field.metadata["from_low"]
                 found.append(SettingChange(f"{section}.{field.name}", before, after, change))
     return sorted(found, key=lambda change: WORST_FIRST.index(change.change))
 

@@ -69,6 +69,7 @@ class Engine:
         recompute: Recompute = "none",
         eval_inputs: Inputs | None = None,
         training: bool = True,
+        adds: bool = True,
         on_capture_failure: OnFailure = "stop",
     ) -> None:
         """optimizer None: forward and backward only, no masters and moments. precision: bf16 | fp32 | fp8, of which evaluation
@@ -115,6 +116,7 @@ class Engine:
                 recompute,
                 eval_inputs,
                 training,
+                adds,
                 on_capture_failure,
             ),
             make_executor(device),
@@ -214,6 +216,7 @@ class Engine:
     def micro_step(self, bucket: Bucket) -> None:
         """Forward and backward of what the bucket's inputs hold; gradients and metrics are added up, the gradients from the
         last update on."""
+        assert self._first or self.options.adds, "a second micro-batch of a step: the engine was built with adds = False"
         self.executor.run(f"{'train' if self._first else 'add'} {bucket.name}")
         self._first = False
 
@@ -241,7 +244,7 @@ class Engine:
         return dict(self.params.named(self.params.grad))
 
     def verify(self, bucket: Bucket) -> Difference | None:
-        """Replays the bucket's two steps, the first of an update and one that adds, on what its inputs hold and compares with
+        """Replays the bucket's steps, the first of an update and the one that adds, on what its inputs hold and compares with
         the eager twins: every gradient, the steps' weight and all metrics. None when bit-equal. Forgets gradients and metrics."""
         return self._difference(bucket, self.executor.run, self.executor.call)
 
@@ -323,7 +326,7 @@ class Engine:
     def _difference(
         self, bucket: Bucket, run: Callable[[str], None], twin: Callable[[str], None], *, whole: bool = True
     ) -> Difference | None:
-        """Of the bucket's two steps, the first of an update and one that adds, run in one way and in the other. whole: metrics
+        """Of the bucket's steps, the first of an update and the one that adds, run in one way and in the other. whole: metrics
         beside the loss too. Forgets gradients and metrics."""
         expected, found = (self._outcome(way, bucket, whole=whole) for way in (twin, run))
         self.zero_()
@@ -333,8 +336,8 @@ class Engine:
 
     def _outcome(self, run: Callable[[str], None], bucket: Bucket, *, whole: bool) -> dict[str, Tensor]:
         self.zero_()
-        for step in (f"train {bucket.name}", f"add {bucket.name}"):
-            run(step)
+        for kind in ("train", "add") if self.options.adds else ("train",):
+            run(f"{kind} {bucket.name}")
         sums = {"loss": self.metrics.sums[0], "denominator": self._denominator}
         if whole:
             sums |= {"metrics": self.metrics.sums, "slots": self.metrics.slots}

@@ -28,7 +28,8 @@ Inputs = Callable[[Bucket], Mapping[str, Tensor]]
 @dataclass(frozen=True)
 class GenerationOptions:
     """What a new generation may change. The buckets ascend in tokens; inputs are the static inputs of each, eval_inputs those
-    of the held-out data over the same buckets, where there is any. training False: evaluation steps only."""
+    of the held-out data over the same buckets, where there is any. training False: evaluation steps only. adds: an optimizer step
+    may have several micro-batches, so that every bucket has a second step, which adds to the sums of the first."""
 
     buckets: tuple[Bucket, ...]
     inputs: Inputs
@@ -38,6 +39,7 @@ class GenerationOptions:
     recompute: Recompute = "none"
     eval_inputs: Inputs | None = None
     training: bool = True
+    adds: bool = True
     on_capture_failure: OnFailure = "stop"
 
 
@@ -95,9 +97,10 @@ def assemble(lasting: Lasting, options: GenerationOptions, executor: Executor, n
     if options.training:
         for bucket in reversed(buckets):
             step = partial(forward_backward, parts, options.inputs(bucket), lasting.denominator)
-            # Two graphs a bucket: for the first micro-batch of an optimizer step, and for those that add to it.
+            # For the first micro-batch of an optimizer step, and for those that add to it.
             executor.add(f"train {bucket.name}", partial(step, first=True), group=bucket.name)
-            executor.add(f"add {bucket.name}", step, group=bucket.name)
+            if options.adds:
+                executor.add(f"add {bucket.name}", step, group=bucket.name)
     if options.eval_inputs is not None:
         for bucket in reversed(buckets):
             forward = partial(forward_only, evaluated, options.eval_inputs(bucket), lasting.eval_metrics)

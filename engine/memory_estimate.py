@@ -103,8 +103,9 @@ def estimate(
     }
     pool = Pool()
     steps = {bucket: walk_step(pool, config, bucket, shape) for bucket in buckets}
-    # A bucket's sums are begun by one graph and added to by another; the update has its own.
-    return Estimate(fixed, steps, graphs=len(buckets) * (3 if held_out else 2) + 1)
+    # A bucket's sums are begun by one graph and, where a step has more batches, added to by another; the update has its own.
+    of_bucket = 1 + (settings.run.accumulation > 1) + held_out
+    return Estimate(fixed, steps, graphs=len(buckets) * of_bucket + 1)
 
 
 def step_shape(settings: Settings) -> StepShape:

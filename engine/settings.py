@@ -244,7 +244,7 @@ class ObjectiveSettings:
         0.0,
         "weight of KL(target || drafter); more than 0 needs last_hidden in the dataset",
         change="live",
-        from_zero="recapture",
+        from_low="recapture",
         low=0.0,
     )
 
@@ -327,7 +327,12 @@ class RunSettings:
         0, "optimizer steps to stop at, if earlier than the epochs' end; 0 means no limit", change="live", low=0
     )
     accumulation: int = setting(
-        1, "batches of an optimizer step; they may be of different buckets", change="live", low=1
+        1,
+        "batches of an optimizer step; they may be of different buckets; with more than 1 every bucket has a second graph, which "
+        "adds to the sums that the first began",
+        change="live",
+        from_low="recapture",
+        low=1,
     )
     seed: int = setting(0, "seed of new weights, of the order of samples and of the anchors", change="restart", low=0)
     device: Literal["auto", "cpu", "cuda"] = setting(
@@ -545,7 +550,7 @@ def settings_table() -> str:
 
 
 def _change(metadata: Mapping[str, Any]) -> str:
-    between = f"; {metadata['from_zero']} between 0 and more" if metadata["from_zero"] else ""
+    between = f"; {metadata['from_low']} between {metadata['limits'].low:g} and more" if metadata["from_low"] else ""
     return f"{metadata['change']}{between}"
 
 

@@ -51,17 +51,17 @@ def setting(
     text: str,
     *,
     change: Change,
-    from_zero: Change | None = None,
+    from_low: Change | None = None,
     low: float | None = None,
     above: float | None = None,
     high: float | None = None,
     below: float | None = None,
 ) -> T:
-    """A dataclass field with its help text, the class of its changes (from_zero: of one between 0 and more, where that is
-    another) and, for numbers (or each number of a tuple), its range."""
+    """A dataclass field with its help text, the class of its changes (from_low: of one between `low` and more, where that
+    is another) and, for numbers (or each number of a tuple), its range."""
     limits = Limits(low=low, above=above, high=high, below=below)
     return dataclasses.field(
-        default=default, metadata={"help": text, "limits": limits, "change": change, "from_zero": from_zero}
+        default=default, metadata={"help": text, "limits": limits, "change": change, "from_low": from_low}
     )
 
 

@@ -133,6 +133,23 @@ def test_replay_and_eager_twin_agree(inputs: RandomInputs, optimizer: OptimizerS
     assert engine.metrics.snapshot().read().sums["micro_batches"] == 0
 
 
+def test_steps_of_one_micro_batch_need_no_graph_that_adds(inputs: RandomInputs) -> None:
+    engine = build_engine(inputs, BUCKETS, adds=False)
+    assert [report.name for report in engine.build()] == ["train 1x64x16", "train 2x32x4", "update"]
+    for bucket in BUCKETS:
+        inputs.fill(bucket)
+        assert engine.verify(bucket) is None
+        engine.micro_step(bucket)
+        engine.update(lr=1e-3)
+    engine.micro_step(BUCKETS[0])
+    with pytest.raises(AssertionError, match="a second micro-batch of a step: the engine was built with adds = False"):
+        engine.micro_step(BUCKETS[0])
+    engine.zero_()
+    assert [report.name for report in engine.regenerate(adds=True)][:2] == ["train 1x64x16", "add 1x64x16"]
+    engine.micro_step(BUCKETS[0])
+    engine.micro_step(BUCKETS[0])
+
+
 def test_an_engine_without_optimizer_keeps_no_masters(inputs: RandomInputs) -> None:
     engine = build_engine(inputs, BUCKETS, optimizer=None)
     assert engine.params.master is None

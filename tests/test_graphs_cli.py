@@ -88,8 +88,21 @@ def test_a_run_leaves_what_build_leaves(config: Path, tmp_path: Path) -> None:
     record = read_record(tmp_path / "run")
     assert record is not None
     assert [bucket.bucket for bucket in record.buckets] == ["1x128x32", "1x256x32"]
-    assert [graph.name for graph in record.buckets[0].graphs] == ["train 1x128x32", "add 1x128x32"]
+    assert [graph.name for graph in record.buckets[0].graphs] == ["train 1x128x32"]
     assert [graph.name for graph in record.others] == ["update"]
+
+
+def test_more_batches_a_step_need_graphs_that_add(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "data", tmp_path / "run", "run.max_steps=1", "run.accumulation=2")
+    record = read_record(tmp_path / "run")
+    assert record is not None
+    assert [graph.name for graph in record.buckets[0].graphs] == ["train 1x128x32", "add 1x128x32"]
+    assert main(["graphs", "status", str(config), "--set", "run.accumulation=3"]) == 0
+    told(capsys)
+    assert main(["graphs", "status", str(config)]) == 3
+    assert "1x128x32: stale (accumulation: more -> 1)" in told(capsys)
 
 
 def test_a_dataset_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

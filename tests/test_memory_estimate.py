@@ -64,6 +64,7 @@ def test_what_a_setting_costs_and_saves() -> None:
     assert plain.fixed["embedding and head"] == 2 * tied.fixed["embedding and head"]
     assert tied.fixed["held-out inputs"] == 2 * plain.fixed["inputs"]
     assert tied.graphs == plain.graphs + 1
+    assert of_workload("W2", "run.accumulation=2").graphs == plain.graphs + 1 == 3
 
 
 def test_buckets_share_the_pool_of_the_largest() -> None:
@@ -144,7 +145,7 @@ def test_the_smallest_change_that_fits_is_named() -> None:
     one_row, two_rows = "buckets.token_budget=36864", "buckets.token_budget=73728"
     told = refuse("W3", 52.0, one_row)
     assert "expected a plan within 52.0 GiB (a test), found one estimated to need 52.3 GiB: 31.0 for weights" in told
-    assert "21.3 for the graphs' pool (largest: 1x4096x1024), 0.1 for the graphs" in told
+    assert "21.3 for the graphs' pool (largest: 1x4096x1024), 0.0 for the graphs" in told
     assert told.endswith('; set model.recompute = "mlp" (44.6 GiB)'), "smaller chunks of logits would not help here"
     assert refuse("W3", 42.0, one_row).endswith('; set model.recompute = "layer" (41.4 GiB)')
     assert refuse("W3", 50.0, two_rows, "model.recompute=layer").endswith(

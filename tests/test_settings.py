@@ -42,6 +42,7 @@ def test_every_setting_has_a_class() -> None:
         line.split("|")[1].strip(" `"): line.split("|")[-2].strip() for line in table().splitlines() if "| `" in line
     }
     assert len(lines) == len(classes), "names differ between sections"
+    assert lines["accumulation"] == "live; recapture between 1 and more"
     assert lines["kl_weight"] == "live; recapture between 0 and more"
     assert (lines["lr"], lines["num_anchors"], lines["block_size"]) == ("live", "recapture", "restart")
 

@@ -84,7 +84,7 @@ def test_a_second_start_compiles_nothing_and_what_is_built_is_fresh(config: Path
     assert {"compile", "capture", "verify", "measure"} <= second["phases_s"].keys()
     record = read_record(config.parent / "run")
     assert record is not None
-    assert [graph.name.split()[0] for graph in record.buckets[0].graphs] == ["train", "add"]
+    assert [graph.name.split()[0] for graph in record.buckets[0].graphs] == ["train"]
     # The largest bucket is captured first, and the others into the same pool.
     pool, estimate = (sum(row[key] for row in second["buckets"]) for key in ("pool_mib", "estimate_mib"))
     assert pool == pytest.approx(estimate, rel=0.1, abs=64)
