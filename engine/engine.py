@@ -27,7 +27,7 @@ from engine.optimizer import AdamW
 from engine.params import ParamArena
 from engine.precision import check_fp8_sizes, compute_dtype
 from engine.settings import ObjectiveSettings, OptimizerSettings
-from engine.step import StepParts, forward_backward
+from engine.step import StepParts, forward_backward, forward_only
 from graphs.compile_ban import compilation_allowed
 from graphs.executor import BuildReport, Executor, make_executor
 from graphs.generation import Order, hand_over
@@ -216,7 +216,9 @@ class Engine:
     def micro_step(self, bucket: Bucket) -> None:
         """Forward and backward of what the bucket's inputs hold; gradients and metrics are added up, the gradients from the
         last update on."""
-        assert self._first or self.options.adds, "a second micro-batch of a step: the engine was built with adds = False"
+        assert self._first or self.options.adds, (
+            "a second micro-batch of a step: the engine was built with adds = False"
+        )
         self.executor.run(f"{'train' if self._first else 'add'} {bucket.name}")
         self._first = False
 
@@ -243,27 +245,32 @@ class Engine:
         """The gradient sums by parameter name; views of the arena, begun anew after the next update."""
         return dict(self.params.named(self.params.grad))
 
-    def verify(self, bucket: Bucket) -> Difference | None:
+    def verify(self, bucket: Bucket, *, held_out: bool = False) -> Difference | None:
         """Replays the bucket's steps, the first of an update and the one that adds, on what its inputs hold and compares with
-        the eager twins: every gradient, the steps' weight and all metrics. None when bit-equal. Forgets gradients and metrics."""
-        return self._difference(bucket, self.executor.run, self.executor.call)
+        the eager twins: every gradient, the steps' weight and all metrics. held_out: the evaluation's step on its own inputs
+        instead, and its loss and counts. None when bit-equal. Forgets gradients and metrics."""
+        return self._difference(bucket, self.executor.run, self.executor.call, held_out=held_out)
 
-    def noise(self, bucket: Bucket) -> Difference | None:
+    def noise(self, bucket: Bucket, *, held_out: bool = False) -> Difference | None:
         """As verify, of two eager steps: None where every kernel is deterministic."""
-        return self._difference(bucket, self.executor.call, self.executor.call)
+        return self._difference(bucket, self.executor.call, self.executor.call, held_out=held_out)
 
-    def verify_rows(self, bucket: Bucket, rows: int) -> Difference | None:
+    def verify_rows(self, bucket: Bucket, rows: int, *, held_out: bool = False) -> Difference | None:
         """As verify, of gradients and loss, with an eager step that has the first `rows` rows alone. The replay's others are
         emptied in the inputs: the same sums, added up in another order."""
-        inputs = self.options.inputs(bucket)
-        for tensor in inputs.values():
+        provide = self.options.eval_inputs if held_out else self.options.inputs
+        assert provide is not None, "the engine was built without held-out inputs"
+        for tensor in provide(bucket).values():
             tensor[rows:].zero_()
-        few = {name: tensor[:rows] for name, tensor in inputs.items()}
+        few = {name: tensor[:rows] for name, tensor in provide(bucket).items()}
 
         def eager(name: str) -> None:
-            forward_backward(self.parts, few, self._denominator, first=name.startswith("train "))
+            if held_out:
+                forward_only(self._current.evaluated, few, self.eval_metrics)
+            else:
+                forward_backward(self.parts, few, self._denominator, first=name.startswith("train "))
 
-        return self._difference(bucket, self.executor.run, eager, whole=False)
+        return self._difference(bucket, self.executor.run, eager, whole=False, held_out=held_out)
 
     def verify_inputs(self, bucket: Bucket, change: Callable[[], object]) -> Difference | None:
         """As verify, of the bucket's steps before and after `change` wrote into the inputs, both taken the fastest way."""
@@ -324,11 +331,18 @@ class Engine:
         return reports
 
     def _difference(
-        self, bucket: Bucket, run: Callable[[str], None], twin: Callable[[str], None], *, whole: bool = True
+        self,
+        bucket: Bucket,
+        run: Callable[[str], None],
+        twin: Callable[[str], None],
+        *,
+        whole: bool = True,
+        held_out: bool = False,
     ) -> Difference | None:
-        """Of the bucket's steps, the first of an update and the one that adds, run in one way and in the other. whole: metrics
-        beside the loss too. Forgets gradients and metrics."""
-        expected, found = (self._outcome(way, bucket, whole=whole) for way in (twin, run))
+        """Of the bucket's steps, the first of an update and the one that adds, or of its evaluation, run in one way and in the
+        other. whole: metrics beside the loss too. Forgets gradients and metrics."""
+        outcome = self._held_out_outcome if held_out else self._outcome
+        expected, found = (outcome(way, bucket, whole=whole) for way in (twin, run))
         self.zero_()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the eager twin's memory lies outside the graphs' pool
@@ -342,6 +356,16 @@ class Engine:
         if whole:
             sums |= {"metrics": self.metrics.sums, "slots": self.metrics.slots}
         return {name: tensor.clone() for name, tensor in (self.gradients() | sums).items()}
+
+    def _held_out_outcome(self, run: Callable[[str], None], bucket: Bucket, *, whole: bool) -> dict[str, Tensor]:
+        self.zero_()
+        run(f"eval {bucket.name}")
+        metrics = self.eval_metrics
+        sums = {"held-out loss": metrics.sums[0]}
+        if whole:
+            counts = (metrics.sums, metrics.slots, metrics.blocks_by_accepted)
+            sums |= dict(zip(("held-out metrics", "held-out slots", "held-out accepted"), counts, strict=True))
+        return {name: tensor.clone() for name, tensor in sums.items()}
 
 
 def _ascending(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:

@@ -33,6 +33,7 @@ from engine.prompts import ByteTokenizer, HFTokenizer, read_prompts
 from engine.reports import make_console, print_fields
 from engine.settings import Settings
 from engine.target import load_target
+from engine.verification import Feed, verify_buckets
 
 
 def evaluate_drafter(
@@ -138,6 +139,16 @@ def _teacher_forced(
         parts.callback(engine.close)
         engine.params.load_(weights)
         engine.build()
+        verified = verify_buckets(
+            engine,
+            (),
+            inputs.load,
+            policy=settings.run.verify,
+            fingerprints={},
+            known=None,
+            say=lambda text: make_console(stderr=True).print(text, markup=False, soft_wrap=True),
+            held_out=Feed(batches, inputs.load),
+        )
         inputs.start(batches)
         while (batch := inputs.next()) is not None:
             engine.eval_step(batch.bucket)
@@ -153,4 +164,5 @@ def _teacher_forced(
         "skipped_samples": sorted(inputs.skipped),
         "too_long_samples": len(batch_plan.too_long),
         "how": engine.executor.how,
+        "verified": {bucket.name: found.held_out for bucket, found in verified.items() if found.held_out},
     }

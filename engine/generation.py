@@ -62,14 +62,15 @@ class Lasting:
 
 @dataclass(frozen=True)
 class Generation:
-    """The steps of an executor and the parts they are made of. number counts from 1, and with it the buffers that steps hold
-    the addresses of: inputs and tables are new in every generation."""
+    """The steps of an executor and the parts they are made of, `evaluated` those of the forward-only ones. number counts from 1,
+    and with it the buffers that steps hold the addresses of: inputs and tables are new in every generation."""
 
     number: int
     options: GenerationOptions
     ops: Ops
     drafter: Drafter
     parts: StepParts
+    evaluated: StepParts
     executor: Executor
 
 
@@ -107,4 +108,4 @@ def assemble(lasting: Lasting, options: GenerationOptions, executor: Executor, n
             executor.add(f"eval {bucket.name}", forward)
     if lasting.optimizer is not None:
         executor.add("update", lasting.optimizer.update)
-    return Generation(number, options, ops, drafter, parts, executor)
+    return Generation(number, options, ops, drafter, parts, evaluated, executor)

@@ -72,6 +72,7 @@ def build_graphs(settings: Settings) -> dict[str, Any]:
             laps=laps,
             say=say,
             estimates_mib=plan.memory.grown_mib(),
+            held_out=intake.held_out.feed if intake.held_out is not None else None,
         )
         times = _measure(engine, plan.batches.epoch(0), intake.inputs)
         laps.end("measure")

@@ -14,7 +14,7 @@ from engine.engine_buffers import engine_buffers
 from engine.graphs_record import record_of
 from engine.laps import Laps
 from engine.settings import Settings
-from engine.verification import verify_buckets
+from engine.verification import Feed, verify_buckets
 from graphs.fingerprint import BUFFERS, Fingerprint, addresses
 from graphs.guards import kernels_compiled
 from graphs.record import Record, RecordError, read_record
@@ -34,11 +34,12 @@ def make_ready(
     say: Say,
     estimates_mib: Mapping[Bucket, float] | None = None,
     reports: Sequence[BuildReport] | None = None,
+    held_out: Feed | None = None,
 ) -> Record:
     """Builds the engine's graphs - unless `reports` say that they are - and compares every bucket with its eager step as
-    run.verify says, on the first of `batches` of that bucket. Returns the record for run.output, not written yet
-    (graphs.record.write_record); milliseconds come from the one that lies there under the same fingerprints. Raises
-    CaptureError."""
+    run.verify says, on the first of `batches` of that bucket, and its evaluation on the first of `held_out`. Returns the
+    record for run.output, not written yet (graphs.record.write_record); milliseconds come from the one that lies there under
+    the same fingerprints. Raises CaptureError."""
     fingerprints = {bucket: found.with_field(BUFFERS, engine.generation) for bucket, found in fingerprints.items()}
     compiled = kernels_compiled()
     reports = engine.build() if reports is None else reports
@@ -48,7 +49,14 @@ def make_ready(
     laps.end("capture", of_it=sum(report.warm_up_s for report in reports), other="compile")
     earlier = known_record(Path(settings.run.output), say)
     verified = verify_buckets(
-        engine, batches, load, policy=settings.run.verify, fingerprints=fingerprints, known=earlier, say=say
+        engine,
+        batches,
+        load,
+        policy=settings.run.verify,
+        fingerprints=fingerprints,
+        known=earlier,
+        say=say,
+        held_out=held_out,
     )
     laps.end("verify")
     return record_of(

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from buffers.shapes import Bucket
 from engine.reports import print_table
-from engine.verification import Verified
+from engine.verification import CALLED, Verified
 from graphs.executor import BuildReport
 from graphs.fingerprint import BUFFERS, Fingerprint
 from graphs.record import BucketRecord, GraphFigures, Record
@@ -42,6 +42,8 @@ def record_of(
         names = [f"{kind} {bucket.name}" for kind in KINDS]
         first, outcome = next(by_name[name] for name in names if name in by_name), verified[bucket]
         graphs = tuple(figures.pop(name) for name in names if name in figures)
+        if outcome.held_out_refused:
+            graphs = tuple(graph for graph in graphs if graph.name != names[-1])
         record = BucketRecord(
             bucket=bucket.name,
             fingerprint=fingerprint,
@@ -51,6 +53,7 @@ def record_of(
             verified="" if outcome.refused else outcome.how,
             verify_s=outcome.seconds,
             estimate_mib=(estimates_mib or {}).get(bucket),
+            held_out=outcome.held_out,
         )
         buckets.append(_with_times(record, earlier))
     return Record(
@@ -90,6 +93,11 @@ def worth_it(bucket: BucketRecord) -> str:
     return f"no gain on the device; frees {saved:.1f} ms of the host" if saved > 0 else "no gain"
 
 
+def held_out_words(how: str | None) -> str:
+    """How a bucket's evaluation was compared, to follow what is said of the bucket; "" where there is nothing to say."""
+    return f"; held-out: {how}" if how and how != CALLED else ""
+
+
 def bucket_figures(bucket: BucketRecord) -> dict[str, Any]:
     """One row of the report, for JSON and the table."""
     nodes = [graph.nodes for graph in bucket.graphs if graph.nodes is not None]
@@ -106,6 +114,7 @@ def bucket_figures(bucket: BucketRecord) -> dict[str, Any]:
         "warm_up_s": sum(graph.warm_up_s for graph in bucket.graphs),
         "capture_s": sum(graph.capture_s for graph in bucket.graphs),
         "verified": bucket.verified,
+        "held_out": bucket.held_out,
         "verify_s": bucket.verify_s,
         "eager_ms": bucket.eager_ms,
         "replay_ms": bucket.replay_ms,
@@ -130,7 +139,8 @@ def print_record(record: Record, console: Console) -> None:
 
     def cells(row: Mapping[str, Any]) -> Sequence[str]:
         numbers = ["-" if row[key] is None else format(row[key], form) for _, key, form in columns]
-        return [row["bucket"], row["how"], *numbers, row["verified"] or "not compared", row["worth"]]
+        compared = (row["verified"] or "not compared") + held_out_words(row["held_out"])
+        return [row["bucket"], row["how"], *numbers, compared, row["worth"]]
 
     print_table(
         console,

@@ -10,6 +10,7 @@ from buffers.shapes import Bucket
 from engine.assemble import drafter_config, make_plan, resolve_device, resolve_precision
 from engine.data_source import open_training_data
 from engine.fingerprints import bucket_fingerprints
+from engine.graphs_record import held_out_words
 from engine.reports import make_console
 from engine.settings import Settings
 from graphs.fingerprint import BUFFERS, Fingerprint
@@ -41,6 +42,7 @@ def show_status(settings: Settings) -> dict[str, Any]:
         line = f"{row['bucket']}: {row['state']}" + (f" ({changed})" if changed else "")
         if row["state"] == FRESH:
             line += f", {row['how']}" + (f", {row['verified']}" if row["how"] == "replayed" and row["verified"] else "")
+            line += held_out_words(row["held_out"])
         console.print(line, markup=False, soft_wrap=True)
     planned = {bucket.name for bucket in buckets}
     unplanned = [b.bucket for b in record.buckets if b.bucket not in planned] if record else []
@@ -70,6 +72,7 @@ def states(wanted: Mapping[Bucket, Fingerprint], record: Record | None) -> list[
                 "fingerprint": fingerprint.digest,
                 "how": known.how if known else None,
                 "verified": known.verified if known else None,
+                "held_out": known.held_out if known else None,
             }
         )
     return rows

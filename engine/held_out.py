@@ -18,6 +18,7 @@ from engine.engine import Engine
 from engine.reports import without_nan
 from engine.settings import Settings
 from engine.target_weights import fingerprint, with_target
+from engine.verification import Feed
 
 BEST_FILE = "best.json"
 
@@ -77,6 +78,11 @@ class HeldOut:
         # Which samples the best was measured on.
         self._digest = dataset.digest
         self.limit(settings.run.eval_batches)
+
+    @property
+    def feed(self) -> Feed:
+        """All batches that an evaluation may see."""
+        return Feed(self._all, self.inputs.load)
 
     def limit(self, batches: int) -> None:
         """Evaluates on the first so many batches from here on; 0 means all."""

@@ -384,6 +384,7 @@ class TrainingRun:
             say=self.say,
             estimates_mib=plan.memory.grown_mib(),
             reports=reports,
+            held_out=intake.held_out.feed if intake.held_out is not None else None,
         )
 
     def say(self, text: str) -> None:

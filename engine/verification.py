@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,7 @@ from graphs.record import Record
 EQUAL = "equal bits"
 CALLED = "called: nothing to compare"
 NEVER = ""
+HELD_OUT = ", held-out"
 DOES_NOT_FIT = "not verified: the eager step of one row does not fit beside the pool"
 # max|replay - eager| / max|eager| of a tensor when the eager step has fewer rows: its matmuls then sum in another order.
 ROWS_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp8": 0.25}
@@ -29,13 +30,23 @@ class Mismatch(CaptureError):
 
 
 @dataclass(frozen=True)
+class Feed:
+    """Batches in the order in which they will be used, and what puts one of them into the static inputs."""
+
+    batches: Iterable[Batch]
+    load: Callable[[Batch], None]
+
+
+@dataclass(frozen=True)
 class Verified:
     """how: in words, "" for a bucket that was not compared. seconds: what it took. refused: the replay was not the eager step,
-    and the bucket is called instead."""
+    and the bucket is called instead. held_out: the same of its evaluation, "" where there is none or it was not compared."""
 
     how: str
     seconds: float = 0.0
     refused: bool = False
+    held_out: str = NEVER
+    held_out_refused: bool = False
 
 
 def verify_buckets(
@@ -47,44 +58,87 @@ def verify_buckets(
     fingerprints: Mapping[Bucket, Fingerprint],
     known: Record | None,
     say: Callable[[str], None],
+    held_out: Feed | None = None,
 ) -> dict[Bucket, Verified]:
-    """Replays every bucket on the first of its `batches` and compares with its eager twin. Gradients and metrics are forgotten
-    afterwards and the eager twin's memory is given back.
+    """Replays every bucket on the first of its `batches` and compares with its eager twin; and its evaluation on the first
+    of its held-out batches, where it has one. Gradients and metrics are forgotten afterwards and the eager twins' memory is
+    given back.
 
     policy: always; changed, which leaves out a bucket whose very fingerprint `known` says was verified; never. Raises
     Mismatch naming the bucket and the tensor that differs most; with run.on_capture_failure = "eager" that bucket is called
     instead, the others are captured anew and compared again.
     """
     executor = engine.executor
-    called = {bucket for bucket in engine.buckets if executor.how_of(f"train {bucket.name}") == "called"}
-    found = {bucket: Verified(CALLED if bucket in called else NEVER) for bucket in engine.buckets}
-    wanted = set(engine.buckets) - called if policy != "never" else set()
-    for bucket in sorted(wanted):
-        before = known.verified_before(bucket.name, fingerprints[bucket], ignore=(BUFFERS,)) if known else ""
-        if policy == "changed" and before not in (NEVER, CALLED, DOES_NOT_FIT):
-            found[bucket] = Verified(before)
-            wanted.remove(bucket)
-    firsts = _first_of_each(batches, wanted)
-    for bucket in sorted(wanted - firsts.keys()):
-        say(f"bucket {bucket.name}: not verified, the data have no batch of it")
+    found = dict.fromkeys(engine.buckets, Verified(NEVER))
+    firsts: dict[_Step, tuple[Batch, Callable[[Batch], None]]] = {}
+    for of_held_out, feed in ((False, Feed(batches, load)), (True, held_out)):
+        if feed is None or not (of_held_out or engine.options.training):
+            continue
+        steps = [_Step(bucket, of_held_out) for bucket in engine.buckets]
+        for step in steps:
+            before = known.verified_before(*step.key, fingerprints[step.bucket], ignore=(BUFFERS,)) if known else ""
+            if executor.how_of(step.name) == "called":
+                found[step.bucket] = step.noted(found[step.bucket], CALLED)
+            elif policy == "changed" and _holds(before):
+                found[step.bucket] = step.noted(found[step.bucket], before)
+        wanted = {step.bucket for step in steps if policy != "never" and step.how(found[step.bucket]) == NEVER}
+        first_of = _first_of_each(feed.batches, wanted)
+        firsts |= {_Step(bucket, of_held_out): (batch, feed.load) for bucket, batch in first_of.items()}
+        if not of_held_out:
+            for bucket in sorted(wanted - first_of.keys()):
+                say(f"bucket {bucket.name}: not verified, the data have no batch of it")
     left = dict(firsts)
     while left:
-        bucket, batch = left.popitem()
+        step, (batch, put) = left.popitem()
         start = time.perf_counter()
         try:
-            how, refused = verify_batch(engine, batch, load), False
+            how, refused = verify_batch(engine, batch, put, held_out=step.held_out), False
         except Mismatch as error:
             if executor.on_failure == "stop":
                 raise
             how, refused = f"called: {error}", True
-            executor.call_instead(f"train {bucket.name}", str(error))
-            firsts.pop(bucket)
+            executor.call_instead(step.name, str(error))
+            firsts.pop(step)
             left = dict(firsts)  # of the new captures
-        found[bucket] = Verified(how, time.perf_counter() - start, refused)
+        found[step.bucket] = step.noted(found[step.bucket], how, time.perf_counter() - start, refused)
         if how != EQUAL:
-            say(f"bucket {bucket.name}: replay and eager step compared: {how}")
+            say(f"bucket {step.bucket.name}{step.words}: replay and eager step compared: {how}")
     executor.times.clear()
     return found
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is compared: a bucket's training or its evaluation."""
+
+    bucket: Bucket
+    held_out: bool
+
+    @property
+    def name(self) -> str:
+        """The executor's; of the two that train, the first, which is of one group with the other."""
+        return f"{'eval' if self.held_out else 'train'} {self.bucket.name}"
+
+    @property
+    def words(self) -> str:
+        return HELD_OUT if self.held_out else ""
+
+    @property
+    def key(self) -> tuple[str, bool]:
+        return self.bucket.name, self.held_out
+
+    def how(self, found: Verified) -> str:
+        return found.held_out if self.held_out else found.how
+
+    def noted(self, found: Verified, how: str, seconds: float = 0.0, refused: bool = False) -> Verified:
+        if self.held_out:
+            return replace(found, held_out=how, held_out_refused=refused, seconds=found.seconds + seconds)
+        return replace(found, how=how, refused=refused, seconds=found.seconds + seconds)
+
+
+def _holds(before: str) -> bool:
+    """Whether words of an earlier comparison say that there was one and that it went well."""
+    return before not in (NEVER, DOES_NOT_FIT) and not before.startswith("called")
 
 
 def _first_of_each(batches: Iterable[Batch], buckets: Collection[Bucket]) -> dict[Bucket, Batch]:
@@ -99,8 +153,9 @@ def _first_of_each(batches: Iterable[Batch], buckets: Collection[Bucket]) -> dic
     return found
 
 
-def verify_batch(engine: Engine, batch: Batch, load: Callable[[Batch], None]) -> str:
-    """Replays the batch's bucket and compares with the eager twin; returns in words how the two compare.
+def verify_batch(engine: Engine, batch: Batch, load: Callable[[Batch], None], *, held_out: bool = False) -> str:
+    """Replays the batch's bucket, held_out: its evaluation, and compares with the eager twin; returns in words how the two
+    compare.
 
     The whole batch; where the eager twin does not fit beside the graphs' pool, the same with its layers formed again in the
     backward pass, which computes the same bits; then with ever fewer rows. Raises Mismatch. Gradients and metrics are
@@ -108,20 +163,25 @@ def verify_batch(engine: Engine, batch: Batch, load: Callable[[Batch], None]) ->
     """
     bucket, drafter = batch.bucket, engine.drafter
     load(batch)
-    fits, difference = _compare(engine, lambda: engine.verify(bucket))
+    fits, difference = _compare(engine, lambda: engine.verify(bucket, held_out=held_out))
     if fits:
-        return judged(engine, bucket, difference)
+        return judged(engine, bucket, difference, held_out=held_out)
     own = drafter.recompute
     drafter.recompute = "layer"
     try:
-        fits, difference = _compare(engine, lambda: engine.verify(bucket))
-        if fits:
-            return f"{judged(engine, bucket, difference)}, the eager step with its layers recomputed to fit beside the pool"
+        if not held_out:  # a forward pass alone keeps nothing
+            fits, difference = _compare(engine, lambda: engine.verify(bucket))
+            if fits:
+                how = judged(engine, bucket, difference)
+                return f"{how}, the eager step with its layers recomputed to fit beside the pool"
         rows = bucket.B
         while rows > 1:
             rows //= 2
             load(batch)
-            fits, difference = _compare(engine, lambda rows=rows: engine.verify_rows(bucket, rows))  # type: ignore[misc]
+            fits, difference = _compare(
+                engine,
+                lambda rows=rows: engine.verify_rows(bucket, rows, held_out=held_out),  # type: ignore[misc]
+            )
             if fits:
                 break
     finally:
@@ -150,11 +210,11 @@ def _compare(engine: Engine, compare: Callable[[], Difference | None]) -> tuple[
     return False, None
 
 
-def judged(engine: Engine, bucket: Bucket, difference: Difference | None) -> str:
+def judged(engine: Engine, bucket: Bucket, difference: Difference | None, *, held_out: bool = False) -> str:
     """Bits, or as close as two eager steps are to each other. Raises Mismatch for what is further off."""
     if difference is None:
         return EQUAL
-    noise = engine.noise(bucket)
+    noise = engine.noise(bucket, held_out=held_out)
     if noise is None or not difference.relative <= 2 * noise.relative:
         raise mismatch(bucket, difference)
     return f"{difference.relative:.1e} of the largest value apart, two eager steps {noise.relative:.1e}"

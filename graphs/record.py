@@ -16,7 +16,7 @@ from typing import Any
 from graphs.fingerprint import Fingerprint
 
 FILE = "graphs.json"
-VERSION = 1
+VERSION = 2
 
 
 class RecordError(ValueError):
@@ -39,8 +39,9 @@ class GraphFigures:
 @dataclass(frozen=True)
 class BucketRecord:
     """All graphs of one bucket. how: replayed or called; why: the reason that it is called where others are replayed. verified:
-    how its replay was compared with the eager step, "" if it was not. Milliseconds are of a first micro-batch's forward and
-    backward, None where they were not measured. estimate_mib: what was expected of the pool for this bucket."""
+    how its replay was compared with the eager step, "" if it was not; held_out: the same of its evaluation. Milliseconds
+    are of a first micro-batch's forward and backward, None where they were not measured. estimate_mib: what was expected of the
+    pool for this bucket."""
 
     bucket: str
     fingerprint: Fingerprint
@@ -54,6 +55,7 @@ class BucketRecord:
     replay_host_ms: float | None = None
     estimate_mib: float | None = None
     why: str = ""
+    held_out: str = ""
 
     @property
     def host_ms_saved(self) -> float | None:
@@ -79,10 +81,14 @@ class Record:
         """The bucket of that name."""
         return next((bucket for bucket in self.buckets if bucket.bucket == name), None)
 
-    def verified_before(self, name: str, fingerprint: Fingerprint, *, ignore: tuple[str, ...] = ()) -> str:
-        """How this bucket was verified under this very fingerprint; "" if it was not."""
+    def verified_before(
+        self, name: str, held_out: bool, fingerprint: Fingerprint, *, ignore: tuple[str, ...] = ()
+    ) -> str:
+        """How this bucket, or its evaluation, was verified under this very fingerprint; "" if it was not."""
         known = self.bucket(name)
-        return known.verified if known is not None and not fingerprint.changes(known.fingerprint, ignore=ignore) else ""
+        if known is None or fingerprint.changes(known.fingerprint, ignore=ignore):
+            return ""
+        return known.held_out if held_out else known.verified
 
 
 def write_record(folder: Path, record: Record) -> Path:

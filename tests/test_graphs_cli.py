@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from bench.cli import main
 from engine.checkpoint import Position, load_checkpoint
 from engine.engine import Engine
-from graphs.record import FILE, read_record
+from graphs.record import FILE, read_record, write_record
 from tests.run_helpers import files_under, run, run_settings, training_dataset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -124,3 +125,22 @@ def test_a_buffer_that_moved_is_named(config: Path, tmp_path: Path, monkeypatch:
         ValueError, match=r"found others: parameters\.exp_avg: 0x\S+ float32 .* -> 0x.*write into them in place"
     ):
         run(tmp_path / "data", tmp_path / "run", "run.max_steps=4")
+
+
+def test_status_tells_how_evaluation_was_compared(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = training_dataset(tmp_path / "held-out", (50, 140), first_sample=100)
+    sets = ["--set", f"data.eval_path={held_out}"]
+    assert main(["graphs", "build", str(config), *sets, "--json"]) == 0
+    built = json.loads(told(capsys)[-1])
+    assert {row["held_out"] for row in built["buckets"]} == {"called: nothing to compare"}
+    assert all("eval" in row["graphs"][-1] for row in built["buckets"])
+    record = read_record(tmp_path / "run")
+    assert record is not None
+    compared = [replace(record.buckets[0], how="replayed", verified="equal bits", held_out="equal bits")]
+    write_record(tmp_path / "run", replace(record, buckets=(*compared, *record.buckets[1:])))
+    assert main(["graphs", "status", str(config), *sets, "--json"]) == 0
+    *lines, last = told(capsys)
+    assert lines[1:] == ["1x128x32: fresh, replayed, equal bits; held-out: equal bits", "1x256x32: fresh, called"]
+    assert json.loads(last)["buckets"][0]["held_out"] == "equal bits"

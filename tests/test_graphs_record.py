@@ -81,8 +81,10 @@ def test_another_version_and_changed_content_are_not_trusted(tmp_path: Path) -> 
 
 
 def test_a_bucket_counts_as_verified_under_its_own_fingerprint_alone() -> None:
-    assert RECORD.verified_before("1x128x32", FIELDS) == "equal bits"
-    assert RECORD.verified_before("1x128x32", FIELDS.with_field("torch", "2.12")) == ""
-    assert RECORD.verified_before("1x128x32", FIELDS.with_field("torch", "2.12"), ignore=("torch",)) == "equal bits"
-    assert RECORD.verified_before("1x256x32", FIELDS.with_field("bucket", "1x256x32")) == ""
-    assert RECORD.verified_before("9x9x9", FIELDS) == ""
+    assert RECORD.verified_before("1x128x32", False, FIELDS) == "equal bits"
+    assert RECORD.verified_before("1x128x32", False, FIELDS.with_field("torch", "2.12")) == ""
+    assert (
+        RECORD.verified_before("1x128x32", False, FIELDS.with_field("torch", "2.12"), ignore=("torch",)) == "equal bits"
+    )
+    assert RECORD.verified_before("1x256x32", False, FIELDS.with_field("bucket", "1x256x32")) == ""
+    assert RECORD.verified_before("9x9x9", False, FIELDS) == ""

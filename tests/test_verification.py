@@ -1,6 +1,8 @@
 """Verify before use: which buckets are compared, on what, and what is said of the outcome. The replay is played by a stand-in."""
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,17 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.cli import main
 from buffers.batching import Batch, BatchPlan
 from buffers.shapes import Bucket
 from engine.engine import Engine
 from engine.graphs_record import record_of
 from engine.settings import ObjectiveSettings, OptimizerSettings
-from engine.verification import CALLED, DOES_NOT_FIT, EQUAL, Verified, verify_buckets
+from engine.verification import CALLED, DOES_NOT_FIT, EQUAL, Feed, Verified, verify_buckets
 from graphs.executor import CaptureError
 from graphs.fingerprint import BUFFERS, Fingerprint
 from graphs.record import BucketRecord, Record
-from graphs.steps import BuildReport
+from graphs.steps import BuildReport, CallExecutor
 from tests.drafter_helpers import CPU, make_batch, random_sample, random_target, random_weights, small_config
+from tests.run_helpers import run, run_settings, training_dataset
 
 BUCKETS = (Bucket(1, 128, 32, 4), Bucket(4, 256, 32, 4))
 CONFIG = small_config()
@@ -66,10 +70,12 @@ class Graphs:
 class Case:
     """An engine on the CPU whose executor is a Graphs, and batches of samples for it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, held_out: bool = False, training: bool = True) -> None:
         self.graphs = Graphs()
         monkeypatch.setattr("engine.engine.make_executor", lambda device: self.graphs)
         self.inputs = {bucket: make_batch(CONFIG, bucket, []) for bucket in BUCKETS}
+        self.eval_inputs = {bucket: make_batch(CONFIG, bucket, []) for bucket in BUCKETS}
+        self.held_out: Feed | None = None
         self.engine = Engine(
             CONFIG,
             random_target(CONFIG),
@@ -77,23 +83,41 @@ class Case:
             lambda bucket: self.inputs[bucket],
             device=CPU,
             objective=ObjectiveSettings(),
-            optimizer=OptimizerSettings(),
+            optimizer=OptimizerSettings() if training else None,
+            eval_inputs=(lambda bucket: self.eval_inputs[bucket]) if held_out else None,
+            training=training,
         )
         self.engine.params.load_(random_weights(CONFIG))
         self.loaded: list[Batch] = []
         self.said: list[str] = []
         lengths = np.array([100, 200, 110, 210, 220, 90, 230])
         self.batches = BatchPlan(lengths, BUCKETS, seed=0).epoch(0)
+        if held_out:
+            self.held_out = Feed(BatchPlan(lengths[:3] + 5, BUCKETS, seed=1).epoch(0), self.load_held_out)
 
     def load(self, batch: Batch) -> None:
         self.loaded.append(batch)
-        rows = [random_sample(CONFIG, row[0].stop, row[0].sample_id) for row in batch.rows]
+        self.put(batch, self.inputs, first_sample=0)
+
+    def load_held_out(self, batch: Batch) -> None:
+        self.loaded.append(batch)
+        self.put(batch, self.eval_inputs, first_sample=100)
+
+    def put(self, batch: Batch, inputs: dict[Bucket, dict[str, Tensor]], first_sample: int) -> None:
+        rows = [random_sample(CONFIG, row[0].stop, first_sample + row[0].sample_id) for row in batch.rows]
         for name, tensor in make_batch(CONFIG, batch.bucket, rows).items():
-            self.inputs[batch.bucket][name].copy_(tensor)
+            inputs[batch.bucket][name].copy_(tensor)
 
     def verify(self, policy: str = "always", known: Record | None = None) -> dict[Bucket, Verified]:
         return verify_buckets(
-            self.engine, self.batches, self.load, policy=policy, fingerprints=PRINTS, known=known, say=self.said.append
+            self.engine,
+            self.batches,
+            self.load,
+            policy=policy,
+            fingerprints=PRINTS,
+            known=known,
+            say=self.said.append,
+            held_out=self.held_out,
         )
 
 
@@ -205,11 +229,11 @@ def test_else_it_has_fewer_rows(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
     tried = []
     compare = case.engine.verify_rows
 
-    def few(bucket: Bucket, rows: int) -> Any:
+    def few(bucket: Bucket, rows: int, **kind: Any) -> Any:
         tried.append(rows)
         if rows == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return compare(bucket, rows)
+        return compare(bucket, rows, **kind)
 
     monkeypatch.setattr(case.engine, "verify_rows", few)
     case.batches = [batch for batch in case.batches if batch.bucket == BUCKETS[1]]
@@ -246,3 +270,151 @@ def test_without_a_gpu_there_is_nothing_to_compare(case: Case, monkeypatch: pyte
     monkeypatch.setattr(case.graphs, "how", "called", raising=False)
     assert {verified.how for verified in case.verify().values()} == {CALLED}
     assert case.loaded == []
+
+
+# Evaluation
+
+
+@pytest.fixture
+def evaluating(monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
+    torch.set_num_threads(1)
+    yield Case(monkeypatch, held_out=True)
+
+
+def hows(found: dict[Bucket, Verified]) -> list[tuple[str, str]]:
+    return [(found[bucket].how, found[bucket].held_out) for bucket in BUCKETS]
+
+
+def test_evaluation_is_compared_on_its_own_batches(evaluating: Case) -> None:
+    assert hows(evaluating.verify()) == [(EQUAL, EQUAL)] * 2
+    assert sorted(name for name in evaluating.graphs.replayed if name.startswith("eval")) == [
+        f"eval {bucket.name}" for bucket in BUCKETS
+    ]
+    assert all(evaluating.eval_inputs[bucket]["row_lengths"].any() for bucket in BUCKETS)
+    assert not evaluating.engine.eval_metrics.sums.any(), "and forgotten"
+    assert evaluating.said == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "tensor"),
+    [
+        (lambda metrics: metrics.sums[0].add_(1e-3), "held-out (loss|metrics)"),
+        (lambda metrics: metrics.sums[4].add_(1.0), "held-out metrics"),
+        (lambda metrics: metrics.slots[0, 1].add_(1.0), "held-out slots"),
+        (lambda metrics: metrics.blocks_by_accepted[2].add_(1.0), "held-out accepted"),
+    ],
+)
+def test_a_wrong_number_of_an_evaluation_is_seen(evaluating: Case, spoil: Any, tensor: str) -> None:
+    """The loss, the accepted length, the accuracy of a slot, the histogram of accepted lengths."""
+    wrong = f"eval {BUCKETS[1].name}"
+    evaluating.graphs.broken = lambda name: spoil(evaluating.engine.eval_metrics) if name == wrong else None
+    with pytest.raises(CaptureError, match=f"bucket 4x256x32: the replay differs from the eager step in {tensor} by"):
+        evaluating.verify()
+
+
+def test_an_evaluation_that_is_wrong_is_called_where_that_is_allowed_and_training_is_replayed(
+    evaluating: Case,
+) -> None:
+    bad = f"eval {BUCKETS[0].name}"
+    evaluating.graphs.broken = lambda name: evaluating.engine.eval_metrics.sums.mul_(2) if name == bad else None
+    evaluating.graphs.on_failure = "eager"
+    found = evaluating.verify()
+    assert list(evaluating.graphs.called) == [bad]
+    assert found[BUCKETS[0]].how == EQUAL and found[BUCKETS[1]].held_out == EQUAL
+    assert found[BUCKETS[0]].held_out_refused and "called: bucket 1x128x32" in found[BUCKETS[0]].held_out
+    kinds = ("train", "add", "eval")
+    reports = [BuildReport(f"{kind} {b.name}", "replayed", 0.0, 0.0, 1.0) for b in BUCKETS for kind in kinds]
+    made = record_of(reports, PRINTS, found)
+    assert [(b.how, len(b.graphs), b.verified) for b in made.buckets] == [
+        ("replayed", 2, EQUAL),
+        ("replayed", 3, EQUAL),
+    ]
+    assert made.buckets[0].held_out.startswith("called: ") and made.others == ()
+    evaluating.graphs.called.clear()
+    evaluating.graphs.broken = lambda name: None
+    evaluating.loaded.clear()
+    assert hows(evaluating.verify("changed", made)) == [(EQUAL, EQUAL)] * 2
+    assert [batch.bucket for batch in evaluating.loaded] == [BUCKETS[0]], "only what was refused is compared again"
+
+
+def test_the_policies_hold_for_evaluation_too(evaluating: Case) -> None:
+    assert hows(evaluating.verify("never")) == [("", "")] * 2
+    assert evaluating.loaded == []
+    evaluating.verify("changed", record(*BUCKETS))
+    assert len(evaluating.loaded) == 2, "without held-out data nothing was compared of it then"
+    evaluating.loaded.clear()
+    assert hows(evaluating.verify("changed", record(*BUCKETS, held_out=EQUAL))) == [(EQUAL, EQUAL)] * 2
+    assert evaluating.loaded == []
+
+
+def test_an_evaluation_that_does_not_fit_has_fewer_rows(evaluating: Case) -> None:
+    evaluating.graphs.fits = lambda name: not name.startswith("eval")
+    found = evaluating.verify()
+    assert found[BUCKETS[0]].held_out == DOES_NOT_FIT
+    assert found[BUCKETS[1]].held_out.startswith("2 of 4 rows, more do not fit beside the pool: ")
+    assert {verified.how for verified in found.values()} == {EQUAL}
+    assert f"bucket {BUCKETS[0].name}, held-out: replay and eager step compared: {DOES_NOT_FIT}" in evaluating.said
+    evaluating.graphs.broken = lambda name: evaluating.engine.eval_metrics.sums.mul_(1.5)
+    with pytest.raises(CaptureError, match="4x256x32: the replay differs from the eager step in held-out loss"):
+        evaluating.verify()
+
+
+def test_a_drafter_that_is_only_evaluated_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(monkeypatch, held_out=True, training=False)
+    assert hows(case.verify()) == [("", EQUAL)] * 2
+    assert {name.split()[0] for name in case.graphs.replayed} == {"eval"}
+
+
+class Replays(CallExecutor):
+    """Says that it replays; what `broken` does comes after every step of that name's beginning."""
+
+    how = "replayed"
+
+    def __init__(self, beginning: str, broken: Callable[[], object]) -> None:
+        super().__init__()
+        self._beginning, self._broken = beginning, broken
+
+    def run(self, name: str) -> None:
+        super().run(name)
+        if name.startswith(self._beginning):
+            self._broken()
+
+
+@pytest.fixture
+def spoilt(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """spoilt(beginning): from here on every engine's steps of such names count one accepted slot too many."""
+    engines: list[Engine] = []
+    assembled = Engine._assemble
+
+    def assemble(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        engines.append(engine)
+        return assembled(engine, *args, **kwargs)
+
+    def spoil(beginning: str) -> None:
+        monkeypatch.setattr(Engine, "_assemble", assemble)
+        broken = lambda: engines[-1].eval_metrics.sums[4].add_(1.0)  # noqa: E731
+        monkeypatch.setattr("engine.engine.make_executor", lambda device: Replays(beginning, broken))
+
+    return spoil
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_no_run_and_no_evaluation_begins_with_graphs_that_evaluate_wrong(
+    tmp_path: Path, spoilt: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = training_dataset(tmp_path / "data")
+    held_out = training_dataset(tmp_path / "held-out", (50, 140), first_sample=100)
+    run(data, tmp_path / "sound", "run.max_steps=2")
+    config = tmp_path / "run.toml"
+    config.write_text(run_settings(data, tmp_path / "run", f"data.eval_path={held_out}").to_toml())
+    spoilt("eval ")
+    wrong = "the replay differs from the eager step in held-out "
+    for command in (["train", str(config)], ["graphs", "build", str(config)]):
+        assert main(command) == 1
+        assert wrong in capsys.readouterr().err
+        assert not (tmp_path / "run" / "graphs.json").exists()
+    evaluate = ["eval", str(tmp_path / "sound"), str(held_out), "--config", str(config)]
+    assert main(evaluate) == 1
+    assert wrong in capsys.readouterr().err
+    assert main([*evaluate, "--set", "run.verify=never", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["verified"] == {}

@@ -24,7 +24,7 @@ from buffers.shapes import Bucket
 from engine.engine import Engine
 from engine.memory_estimate import estimate
 from engine.settings import load_settings
-from engine.verification import EQUAL, ROWS_TOLERANCE, verify_buckets
+from engine.verification import EQUAL, ROWS_TOLERANCE, Feed, verify_buckets
 from graphs.executor import CaptureError
 from graphs.nodes import count_kernels
 from graphs.pool_model import MIB
@@ -100,9 +100,9 @@ def test_what_was_verified_is_not_verified_again_unless_it_must(config: Path, mo
     verified: list[str] = []
     verify = Engine.verify
 
-    def noted(engine: Engine, bucket: Bucket) -> Any:
+    def noted(engine: Engine, bucket: Bucket, **kind: Any) -> Any:
         verified.append(bucket.name)
-        return verify(engine, bucket)
+        return verify(engine, bucket, **kind)
 
     monkeypatch.setattr(Engine, "verify", noted)
     output = config.parent / "policies"
@@ -131,12 +131,14 @@ def test_the_estimate_follows_the_code(mode: str, precision: str) -> None:
 
 @pytest.fixture(scope="module")
 def built() -> Iterator[Built]:
-    made = build(medium_config(), BUCKETS, precision="bf16", attention="triton")
+    made = build(medium_config(), BUCKETS, precision="bf16", attention="triton", evaluate=True)
     yield made
     made.engine.close()
 
 
-def verify(made: Built, bucket: Bucket) -> str:
+def verify(made: Built, bucket: Bucket) -> tuple[str, str]:
+    """How training and how evaluation compare."""
+
     class One:
         """Stands for a batch: the inputs that hold it are loaded by its bucket."""
 
@@ -151,8 +153,9 @@ def verify(made: Built, bucket: Bucket) -> str:
         fingerprints={},
         known=None,
         say=lambda text: None,
+        held_out=Feed([One()], lambda batch: made.inputs.load(batch.bucket, seed=0)),  # type: ignore[list-item]
     )
-    return found[bucket].how
+    return found[bucket].how, found[bucket].held_out
 
 
 def test_fewer_rows_are_the_same_but_for_rounding(built: Built) -> None:
@@ -165,17 +168,18 @@ def test_fewer_rows_are_the_same_but_for_rounding(built: Built) -> None:
 
 def test_verification_where_the_eager_step_does_not_fit(built: Built) -> None:
     bucket = BUCKETS[-1]
-    assert verify(built, bucket) == EQUAL
+    assert verify(built, bucket) == (EQUAL, EQUAL)
     torch.cuda.empty_cache()
     held, total = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
     try:
         torch.cuda.set_per_process_memory_fraction((held + 24 * MIB) / total)
-        how = verify(built, bucket)
+        how, held_out = verify(built, bucket)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "beside the pool" in how, how
+    assert "beside the pool" in held_out or held_out == EQUAL, held_out
     assert torch.cuda.memory_reserved() <= held + 2 * MIB, "and its memory is given back"
-    assert verify(built, bucket) == EQUAL
+    assert verify(built, bucket) == (EQUAL, EQUAL)
 
 
 def test_a_graph_of_other_code_is_found_out(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +187,20 @@ def test_a_graph_of_other_code_is_found_out(built: Built, monkeypatch: pytest.Mo
     monkeypatch.setattr(drafter, "config", replace(drafter.config, rms_norm_eps=0.1))
     with pytest.raises(CaptureError, match=f"bucket {BUCKETS[0].name}: the replay differs from the eager step in "):
         verify(built, BUCKETS[0])
+
+
+def test_an_evaluation_of_other_code_is_found_out(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph of the evaluation alone: the training graphs are what their eager step is."""
+    engine, bucket = built.engine, BUCKETS[0]
+    built.inputs.load(bucket, seed=0)
+    assert engine.verify(bucket, held_out=True) is None
+    # What the eager evaluation runs from here on; the executor holds the captured one beside it.
+    monkeypatch.setitem(getattr(engine.executor, "_steps"), f"eval {bucket.name}", lambda: None)  # noqa: B009
+    assert engine.verify(bucket) is None
+    with pytest.raises(
+        CaptureError, match=f"bucket {bucket.name}: the replay differs from the eager step in held-out "
+    ):
+        verify(built, bucket)
 
 
 def test_kernels_of_a_graph_are_counted() -> None:
