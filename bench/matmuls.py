@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
+from bench.chip import ChipLog, sustained
+from bench.subjects import Subject
+from bench.timing import spread, times_ms
 from buffers.shapes import Bucket
 from engine.drafter_config import DrafterConfig
+
+TURNS = 4
 
 
 def step_matmuls(config: DrafterConfig, bucket: Bucket) -> list[tuple[int, int, int, int]]:
@@ -58,3 +65,23 @@ def bare_matmul_graph(
     with torch.cuda.graph(graph):
         run()
     return graph.replay
+
+
+def beside_bare_matmuls(subject: Subject, head_chunk: int, repeats: int, log: ChipLog) -> dict[str, Any]:
+    """The replay and a graph of its bare matmuls in turns: the chip's clock falls as it grows warm, for both alike. Then each for
+    some seconds, with clock and power."""
+    engine, device = subject.engine, subject.engine.device
+    replay = partial(engine.executor.run, subject.step)
+    matmuls = bare_matmul_graph(engine.config, subject.bucket, device, head_chunk)
+    ours, bare = [], []
+    for _ in range(TURNS):
+        ours += times_ms(replay, device, repeats=-(-repeats // TURNS), warm_ups=1)
+        bare += times_ms(matmuls, device, repeats=-(-repeats // TURNS), warm_ups=1)
+    ours_ms, bare_ms = spread(ours)["median"], spread(bare)["median"]
+    return {
+        "bare_matmuls_ms": bare_ms,
+        "beside_bare_matmuls_ms": ours_ms,
+        "over_bare_matmuls": ours_ms / bare_ms,
+        "sustained": sustained(replay, device, log),
+        "bare_matmuls_sustained": sustained(matmuls, device, log),
+    }

@@ -1,24 +1,27 @@
 """`dflash-engine bench ops`: every operation of the step and the update against its definition and against torch's own.
 
-First each is compared with the definition in twice the precision on some of the rows: an error of ours beyond twice that of the
-definition in the same precision, and a rounding, ends the command. Times are of replayed graphs of forward and backward, so that
-no launch is counted. On the CPU, where the definitions are what runs, only ratios are given.
+First each is compared with the definition in twice the precision on some of the rows: an operation of ours with an error beyond
+twice that of the definition in the same precision, and a rounding, is not timed, and the command fails at its end. Times are of
+replayed graphs of forward and backward, so that no launch is counted. Of the CPU, where definitions run, only ratios are given.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.chip import ChipLog, chip_log, sustained
 from bench.op_case import Call, Case, Data, Results
 from bench.op_cases import cases
 from bench.plots import check_plot, plot_bars
 from bench.ratios import CPU_NOTE, without_speeds
-from bench.timing import copy_gb_per_s, graph_ms, matmul_tflops, provenance, write_result
+from bench.timing import captured, copy_gb_per_s, graph_ms, matmul_tflops, provenance, write_result
 from bench.workloads import Workload, chosen_workloads
 from engine.assemble import resolve_device
 from engine.reports import make_console, print_table
@@ -26,6 +29,8 @@ from engine.settings import Settings
 
 # Half a unit in the last place of bf16, and two of fp32: what any result may be off by.
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-22}
+# Seconds that ours is replayed for beside the chip's clock and power.
+SETTLE_S, SUSTAINED_S = 0.4, 1.0
 # A rival that is further off computes something else.
 MOST_OF_RIVALS = {torch.bfloat16: 0.05, torch.float32: 1e-4}
 
@@ -43,26 +48,38 @@ def run(
     """Compares, measures and prints; returns (and writes to `out`) a record a workload and operation. only: words of the names of
     the operations to measure, all without it.
 
-    Raises ValueError when a comparison fails, SettingsError for a workload too large for the CPU.
+    Raises ValueError when a comparison fails, after all other operations were measured; SettingsError for a workload too large
+    for the CPU.
     """
     check_plot(plot)
     device = resolve_device(settings.run.device)
     cuda = device.type == "cuda"
     ceilings = {"TFLOP/s": matmul_tflops(device), "GB/s": copy_gb_per_s(device)} if cuda else {}
-    rows = []
-    for workload in chosen_workloads(workloads, device, default=("W1", "W2", "W3")):
-        made = cases(workload, device, chunk_rows=settings.model.head_chunk, compiled=compiled and cuda)
-        for case in (case for case in made if only in case.op):
-            make_console(stderr=True).print(f"measuring {workload.name} {case.op} ...")
-            rows.append(_measure(workload, case, device, repeats, ceilings))
-            _free(device)
-    if not rows:
-        raise ValueError(f"--only {only}: expected a word of an operation's name, found none that has it")
+    rows: list[dict[str, Any]] = []
+    refused: list[str] = []
     figures: dict[str, Any] = {"where": provenance(), "ceilings": ceilings, "ops": rows}
+    with chip_log(device) if cuda else nullcontext() as log:
+        for workload in chosen_workloads(workloads, device, default=("W1", "W2", "W3")):
+            made = cases(workload, device, chunk_rows=settings.model.head_chunk, compiled=compiled and cuda)
+            for case in (case for case in made if only in case.op):
+                make_console(stderr=True).print(f"measuring {workload.name} {case.op} ...")
+                try:
+                    rows.append(_measure(workload, case, device, repeats, ceilings, log))
+                except ValueError as error:
+                    refused.append(f"{workload.name} {error}")
+                _free(device)
+                if cuda:
+                    # What is measured is not lost when a later one fails.
+                    write_result(figures, out)
+    if not rows and not refused:
+        raise ValueError(f"--only {only}: expected a word of an operation's name, found none that has it")
     if not cuda:
         figures |= {"note": CPU_NOTE, "ops": [without_speeds(row) for row in rows]}
-    _print(figures)
-    write_result(figures, out)
+    if rows:
+        _print(figures)
+        write_result(figures, out)
+    if refused:
+        raise ValueError("; ".join(refused))
     if plot is not None:
         _plot(figures, plot)
     return figures
@@ -119,7 +136,12 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def _measure(
-    workload: Workload, case: Case, device: torch.device, repeats: int, ceilings: dict[str, float]
+    workload: Workload,
+    case: Case,
+    device: torch.device,
+    repeats: int,
+    ceilings: dict[str, float],
+    log: ChipLog | None,
 ) -> dict[str, Any]:
     off = check(case, device)
     _free(device)
@@ -130,6 +152,10 @@ def _measure(
             if name == "compiled":
                 off[name] = check_compiled(case, data, _dtype(device))
             results[name] = {"error": max(off[name].values()), "errors": off[name], **_times(case, call, data, repeats)}
+            if name == "ours" and log is not None:
+                work = captured(partial(call.run, data), device)
+                results[name]["sustained"] = sustained(work, device, log, settle_s=SETTLE_S, seconds=SUSTAINED_S)
+                del work
         except RuntimeError as error:  # the definition may not fit, torch.compile may not take it
             if name == "ours":
                 raise

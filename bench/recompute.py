@@ -1,4 +1,5 @@
-"""model.recompute in its three modes, under each attention that the device has: what memory it saves and what time it costs.
+"""model.recompute in its three modes, under each attention that the device has or under that of the settings: memory that it
+saves and time that it costs.
 
 First each mode's gradient is compared with that of the step that keeps everything: it should have the same bits.
 """
@@ -27,9 +28,11 @@ _FIGURES = ("attention", "recompute", "replay_ms", "replay_spread", "held_gib", 
 
 def recompute_modes(workload: Workload, settings: Settings, device: torch.device, repeats: int) -> list[dict[str, Any]]:
     """A record a mode and attention: bench.timed_step's figures of it, `differs_by`, `time_over_none`; `skipped` where it does
-    not fit. Raises ValueError when a mode's gradient is another one."""
+    not fit. model.attention = auto measures every attention of the device. Raises ValueError when a mode's gradient is another
+    one."""
     rows: list[dict[str, Any]] = []
-    for attention in ATTENTIONS[device.type]:
+    named = settings.model.attention
+    for attention in ATTENTIONS[device.type] if named == "auto" else (named,):
         expected, none_ms = None, None
         for mode in get_args(Recompute):
             row: dict[str, Any] = {"attention": attention, "recompute": mode}

@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent / "results"
-
+from bench.markdown import RESULTS, markdown
 
 # Table -> record -> the command that writes it.
 RECORDS: Mapping[str, Mapping[str, str]] = {
@@ -36,8 +35,7 @@ def reliability_table(name: str, results: Path = RESULTS) -> list[str]:
             continue
         found = json.loads(path.read_text())
         rows: list[dict[str, Any]] = found["table"]
-        cells = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(row[column]) for column in rows[0]] for row in rows)]
-        lines += ["| " + " | ".join(row) + " |" for row in cells]
+        lines += markdown(list(rows[0]), ([_cell(row[column]) for column in rows[0]] for row in rows))
         lines += ["", _source(file, found["where"]), ""]
     return lines[:-1]
 

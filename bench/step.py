@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from bench.matmuls import bare_matmul_graph
+from bench.chip import chip_log
+from bench.matmuls import beside_bare_matmuls
 from bench.plain_torch import CompiledStep
 from bench.plots import check_plot, plot_bars
 from bench.ratios import CPU_NOTE, without_speeds
@@ -28,7 +29,6 @@ from engine.reports import make_console, print_table
 from engine.settings import Settings
 from engine.settings_fields import SettingsError
 
-TURNS = 4
 # L2 distance of the whole gradient, relative: bf16 rounds at other places when it is compiled, fp32 sums in another order, fp8
 # is compared with a step in bf16.
 TOLERANCE = {"bf16": 0.05, "fp32": 1e-4, "fp8": 0.25}
@@ -86,7 +86,8 @@ def _workload(
     with workload_subject(workload, settings, device) as subject:
         row = {"workload": workload.name, **_forward_backward(subject, repeats, compiled)}
         if device.type == "cuda":
-            row |= _beside_bare_matmuls(subject, settings.model.head_chunk, repeats)
+            with chip_log(device) as log:
+                row |= beside_bare_matmuls(subject, settings.model.head_chunk, repeats, log)
         del subject
     _free(device)
     if not whole:
@@ -165,18 +166,6 @@ def compiled_difference(subject: Subject, step: CompiledStep) -> float:
             "its norm; no speed is shown"
         )
     return apart.item()
-
-
-def _beside_bare_matmuls(subject: Subject, head_chunk: int, repeats: int) -> dict[str, float]:
-    """The replay and a graph of its bare matmuls in turns: the chip's clock falls as it grows warm, for both alike."""
-    engine, device = subject.engine, subject.engine.device
-    matmuls = bare_matmul_graph(engine.config, subject.bucket, device, head_chunk)
-    ours, bare = [], []
-    for _ in range(TURNS):
-        ours += times_ms(lambda: engine.executor.run(subject.step), device, repeats=-(-repeats // TURNS), warm_ups=1)
-        bare += times_ms(matmuls, device, repeats=-(-repeats // TURNS), warm_ups=1)
-    ours_ms, bare_ms = spread(ours)["median"], spread(bare)["median"]
-    return {"bare_matmuls_ms": bare_ms, "beside_bare_matmuls_ms": ours_ms, "over_bare_matmuls": ours_ms / bare_ms}
 
 
 def _repeats(device: torch.device, repeats: int) -> int:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.markdown import RESULTS, markdown
 from bench.reliability_tables import RELIABILITY_TABLES
+from bench.step_tables import chip_table, ops_table, recompute_table
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results"
+ROOT = RESULTS.parents[1]
 PYTHONS_OWN_MS = 5.0  # sys.getswitchinterval() of a fresh interpreter
 Record = Mapping[str, Any]
 
@@ -202,11 +203,6 @@ def _find(rows: Iterable[Record], **wanted: str) -> Record:
     return next(row for row in rows if all(row[key] == value for key, value in wanted.items()))
 
 
-def markdown(head: list[str], rows: Iterable[list[str]]) -> list[str]:
-    """A table's lines."""
-    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
-
-
 TABLES: dict[str, Callable[[], list[str]]] = {
     "headline": headline,
     "speed table": speed_table,
@@ -215,6 +211,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "mixture table": mixture_table,
     "extraction table": extraction_table,
     "fp8 table": fp8_table,
+    "recompute table": recompute_table,
+    "chip table": chip_table,
+    "ops table": ops_table,
     **RELIABILITY_TABLES,
 }
 

@@ -57,10 +57,10 @@ def spread(samples_ms: Sequence[float]) -> dict[str, float]:
     }
 
 
-def graph_ms(work: Callable[[], object], device: torch.device, *, repeats: int) -> float:
-    """Median milliseconds of the replay of a graph of one call, so that no launch is counted; on the CPU of the call."""
+def captured(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The replay of a graph of one call, so that no launch is counted; on the CPU the call."""
     if device.type == "cpu":
-        return median_ms(work, device, repeats=repeats, warm_ups=1)
+        return work
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -70,7 +70,13 @@ def graph_ms(work: Callable[[], object], device: torch.device, *, repeats: int) 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         work()
-    return median_ms(graph.replay, device, repeats=repeats)
+    replay: Callable[[], object] = graph.replay
+    return replay
+
+
+def graph_ms(work: Callable[[], object], device: torch.device, *, repeats: int) -> float:
+    """Median milliseconds of `captured`."""
+    return median_ms(captured(work, device), device, repeats=repeats, warm_ups=3 if device.type == "cuda" else 1)
 
 
 def host_ms(step: Callable[[], object], device: torch.device, *, repeats: int) -> float:

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.reliability_tables import RECORDS, reliability_table
+from bench.step_tables import chip_table, ops_table, recompute_table
 from bench.tables import PAGES, filled, record
 
 
@@ -37,3 +39,48 @@ def test_a_table_of_reliability_shows_its_record_or_says_how_to_make_it(name: st
         "| a | 100,000 | yes | 1.235 |",
     ]
     assert "by `python -m x` at commit abc: CPU, torch 2, Python 3." in lines[4]
+
+
+def test_recompute_stands_there_once_it_is_recorded(tmp_path: Path) -> None:
+    assert recompute_table(tmp_path) == []
+    modes: list[dict[str, Any]] = [
+        {"attention": "flex", "recompute": "none", "replay_ms": 20.04, "held_gib": 3.04},
+        {"attention": "flex", "recompute": "mlp", "replay_ms": 22.04, "held_gib": 2.5}
+        | {"time_over_none": 1.1, "differs_by": 0.0},
+        {"attention": "flex", "recompute": "layer", "skipped": "out of GPU memory"},
+    ]
+    for name, workload in (("recompute", "W1"), ("recompute-w3", "W3")):
+        steps = [{"workload": workload, "recompute_modes": modes}]
+        (tmp_path / f"h200-{name}.json").write_text(json.dumps({"steps": steps}))
+    lines = recompute_table(tmp_path)
+    assert lines[2:5] == [
+        "| W1 | flex | `none` | 20.0 | - | 3.0 | - |",
+        "| W1 | flex | `mlp` | 22.0 | 1.100 | 2.5 | 0.0e+00 |",
+        "| W1 | flex | `layer` | - | - | - | out of GPU memory |",
+    ]
+    assert lines[5].startswith("| W3 | flex | `none`")
+
+
+def test_clock_and_power_stand_there_once_they_are_recorded(tmp_path: Path) -> None:
+    assert chip_table(tmp_path) == ["Power and clock themselves were not recorded."]
+    chip = {"ms": 111.2, "clock_mhz": 1410, "max_clock_mhz": 1980, "power_w": 698.2, "power_limit_w": 700}
+    chip |= {"temperature_c": 61, "power_capped_share": 0.9}
+    steps: list[dict[str, Any]] = [
+        {"workload": "W1", "sustained": {"ms": 16.0, "skipped": "no nvidia-smi here"}},
+        {"workload": "W2", "sustained": chip | {"reasons": {"software power cap": 0.9}}}
+        | {"bare_matmuls_sustained": chip | {"reasons": {}}},
+    ]
+    (tmp_path / "h200-step.json").write_text(json.dumps({"steps": steps}))
+    assert chip_table(tmp_path)[4:] == [
+        "| W2 | step | 111.2 | 1,410 of 1,980 | 698 of 700 | 90% | software power cap 90% | 61 |",
+        "| W2 | bare matmuls | 111.2 | 1,410 of 1,980 | 698 of 700 | 90% | - | 61 |",
+    ]
+
+
+def test_operations_stand_there_once_they_are_recorded(tmp_path: Path) -> None:
+    assert ops_table(tmp_path) == []
+    ours = {"ms": 2.0, "rate": 700.0, "share_of_ceiling": 0.9, "error": 0.002, "time_over_ours": 1.0}
+    results = {"ours": ours, "reference": {"skipped": "out of memory"}, "torch": {"time_over_ours": 1.5}}
+    op = {"workload": "W1", "op": "linear o", "unit": "TFLOP/s", "results": results}
+    (tmp_path / "h200-ops.json").write_text(json.dumps({"ops": [op]}))
+    assert ops_table(tmp_path)[2] == "| W1 linear o | 2.000 | 700 TFLOP/s | 90% | - | 1.50 | - | - | 2.0e-03 |"
