@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-import torch
-
 from buffers.batching import Batch
 from buffers.poison import poison_padding
 from buffers.stages import stage
@@ -27,8 +25,9 @@ class CheckFailed(RuntimeError):
 
 class StepChecks:
     """Between begin() and end() a step waits for nothing, allocates nothing and compiles nothing; end() looks too whether every
-    buffer is where it was, and whether NaN has come from the padding into gradients or metrics. Every every() steps the step's
-    last batch is replayed and compared with the eager step, and with itself under other padding. 0: nothing of all that."""
+    buffer is where it was, and whether NaN has come into gradients, metrics or weights: from the padding, or from memory of
+    the graphs' pool that a replay has not written. Every every() steps the step's last batch is replayed and compared with the
+    eager step, and with itself under other padding. 0: nothing of all that."""
 
     def __init__(self, engine: Engine, every: Callable[[], int]) -> None:
         self._engine, self._every = engine, every
@@ -37,17 +36,17 @@ class StepChecks:
         self._active = False
         self._watching = ExitStack()
         self._used, self._syncs = Counters(0, 0), list[str]()
-        self._metrics_finite = True
+        self._bad_before = 0
         self.steps = self.compared = 0  # looked at so far, and of those compared
+        self.poisoned_mib = 0.0  # of the graphs' pool, before each replay; the most there was
 
     def begin(self) -> None:
         """A step begins."""
-        self._active = self._every() > 0
+        self._active = self._engine.executor.poison = self._every() > 0
         self._used, self._syncs = Counters(0, 0), []
         if self._active:
-            # NaN from before somebody looked is not this step's.
             with self._aside():
-                self._metrics_finite = self._finite_metrics()
+                self._bad_before = self._engine.metrics.bad_micro_batches()
 
     def arrived(self, batch: Batch, inputs: InputPipeline) -> None:
         """A batch stands in the static inputs: its padding is poisoned."""
@@ -62,23 +61,27 @@ class StepChecks:
         self.close()
         self._active = False
         before = Counters.read(self._engine.device)
-        with stage("check", f"step {step}"):
-            self._refuse_waits(step, batches)
-            self._refuse_moved(step, inputs)
-            self._refuse_nan(step)
-            if step % self._every() == 0:
-                self._compare(step, batches[-1], inputs)
-                self.compared += 1
+        try:
+            with stage("check", f"step {step}"):
+                self._refuse_waits(step, batches)
+                self._refuse_moved(step, inputs)
+                self._refuse_nan(step, batches, inputs)
+                if step % self._every() == 0:
+                    self._compare(step, batches[-1], inputs)
+                    self.compared += 1
+        finally:
+            self._engine.executor.poison = False
         self.steps += 1
+        self.poisoned_mib = max(self.poisoned_mib, self._engine.executor.poisoned_mib)
         self.aside += Counters.read(self._engine.device) - before
 
     def close(self) -> None:
         """Stops looking, also in the middle of a step."""
         self._watching.close()
 
-    def figures(self) -> dict[str, int]:
-        """Steps looked at, and how many of them were compared with the eager step."""
-        return {"steps": self.steps, "compared": self.compared}
+    def figures(self) -> dict[str, float]:
+        """Steps looked at, how many of them were compared with the eager step, MiB of the pool that replays began with as NaN."""
+        return {"steps": self.steps, "compared": self.compared, "poisoned_mib": self.poisoned_mib}
 
     def _watch(self) -> None:
         start = Counters.read(self._engine.device)
@@ -120,18 +123,46 @@ class StepChecks:
         if moved:
             raise _failed(step, "every buffer where it was", "; ".join(map(str, moved[:3])))
 
-    def _refuse_nan(self, step: int) -> None:
-        engine = self._engine
-        bad = [name for name, gradient in engine.gradients().items() if not torch.isfinite(gradient).all()]
-        if self._metrics_finite and not self._finite_metrics():
+    def _refuse_nan(self, step: int, batches: Sequence[Batch], inputs: InputPipeline) -> None:
+        engine, why = self._engine, ""
+        bad = self._bad_gradients()
+        if engine.metrics.bad_micro_batches() > self._bad_before:
             bad.append("metrics")
         if bad:
+            why = self._whence(batches, inputs)
+        elif engine.optimizer is not None:
+            # Of a step without weight the norm is 0 / 0.
+            if engine.optimizer.grad_norm.isnan() and engine.params.grad.any():
+                bad.append("the gradients' norm")
+            if not engine.params.weight.isfinite().all():
+                bad.append("the weights")
+            why = "the gradients are finite, so the update diverges or reads memory of its pool that it has not written"
+        if bad:
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-            why = "--check poisons the padding, so a step read it, or the training diverges and does so without --check too"
             raise _failed(step, "finite numbers", f"NaN or infinity in {bad[0]}{more}: {why}")
 
-    def _finite_metrics(self) -> bool:
-        return bool(torch.isfinite(self._engine.metrics.sums).all())
+    def _bad_gradients(self) -> list[str]:
+        return [name for name, tensor in self._engine.gradients().items() if not tensor.isfinite().all()]
+
+    def _whence(self, batches: Sequence[Batch], inputs: InputPipeline) -> str:
+        """Where the NaN is from: the step's batches once more, with poison in one place at a time."""
+        engine = self._engine
+        with engine.untouched(), compilation_allowed():
+            for padding, pool, told in (
+                (False, False, "the same without --check's own NaN: the training diverges"),
+                (True, False, "--check's NaN from the padding of the inputs, so a step reads it"),
+                (False, True, "--check's NaN from the graphs' pool, so a step reads memory that it has not written"),
+            ):
+                engine.zero_()
+                engine.executor.poison = pool
+                for batch in batches:
+                    inputs.load(batch)
+                    if padding:
+                        poison_padding(inputs.inputs(batch.bucket))
+                    engine.micro_step(batch.bucket)
+                if self._bad_gradients() or engine.metrics.bad_micro_batches():
+                    return told
+        return "it does not come again"
 
     def _compare(self, step: int, batch: Batch, inputs: InputPipeline) -> None:
         """The batch's replay with its eager twin, and with a replay over poisoned padding."""
@@ -141,7 +172,7 @@ class StepChecks:
                 try:
                     verify_batch(engine, batch, inputs.load)
                 except Mismatch as error:
-                    raise CheckFailed(f"step {step}: {error}") from error
+                    raise CheckFailed(f"step {step}: {error}{self._pool_told(batch, inputs)}") from error
             inputs.load(batch)
             change = engine.verify_inputs(batch.bucket, lambda: poison_padding(inputs.inputs(batch.bucket)))
             if change is None:
@@ -151,6 +182,18 @@ class StepChecks:
             except Mismatch as error:
                 what = f"{change.name} off by {change.relative:.1e} of its largest value in {batch.bucket.name}"
                 raise _failed(step, "the same numbers whatever padding holds", what) from error
+
+    def _pool_told(self, batch: Batch, inputs: InputPipeline) -> str:
+        """Whether the replay is the eager step as long as the pool is left alone."""
+        executor = self._engine.executor
+        executor.poison = False
+        try:
+            verify_batch(self._engine, batch, inputs.load)
+        except Mismatch:
+            return ""
+        finally:
+            executor.poison = True
+        return "; only with NaN in free memory of the graphs' pool, so the replay reads what it has not written"
 
 
 def _failed(step: int, expected: str, found: str) -> CheckFailed:

@@ -41,6 +41,10 @@ class Metrics:
         """All counters; views."""
         return self.sums, self.slots, self.blocks_by_accepted
 
+    def bad_micro_batches(self) -> int:
+        """Micro-batches whose sums were left out so far. Waits for the device."""
+        return int(self.sums[_SUMS.index("bad_micro_batches")])
+
     def zero_(self) -> None:
         """Back to nothing seen."""
         for tensor in self.tensors():

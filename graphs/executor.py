@@ -21,6 +21,7 @@ from buffers.stages import stage
 from graphs.capture_errors import CaptureError, explained
 from graphs.guards import host_sync_is_an_error
 from graphs.nodes import count_kernels
+from graphs.pool_poison import poison_pool
 from graphs.steps import BuildReport, CallExecutor, OnFailure, Step
 from graphs.timing import StepTimes
 
@@ -51,6 +52,10 @@ class GraphExecutor:
         self.device = device
         self.on_failure: OnFailure = "stop"
         self.times = StepTimes(device)
+        # Every replay begins with NaN in all memory of the pool that nobody holds.
+        self.poison = False
+        self.poisoned_mib = 0.0  # of the pool, before the last replay that was
+        self._pool: Pool | None = None
         self._warm_ups = warm_ups
         self._steps: dict[str, Step] = {}
         self._groups: dict[str, str] = {}
@@ -115,11 +120,14 @@ class GraphExecutor:
         """Replays. Whatever the step returned when captured is overwritten; read results from fixed memory. Right from any
         thread, one at a time; without waiting for that thread's other work after attach()."""
         graph = self._graphs.get(name)
-        with stage("replay" if graph is not None else "call", name), self._on_our_stream(), self.times.measure(name):
-            if graph is None:
-                self._steps[name]()
-            else:
-                graph.replay()
+        with stage("replay" if graph is not None else "call", name), self._on_our_stream():
+            if graph is not None and self.poison:
+                self.poisoned_mib = poison_pool(self.device, self._pool) / 2**20
+            with self.times.measure(name):
+                if graph is None:
+                    self._steps[name]()
+                else:
+                    graph.replay()
 
     def call(self, name: str) -> None:
         """The eager twin, on the same stream."""
@@ -162,6 +170,7 @@ class GraphExecutor:
         for graph in self._graphs.values():
             graph.reset()
         self._graphs.clear()
+        self._pool = None
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -183,7 +192,7 @@ class GraphExecutor:
             torch.cuda.empty_cache()
             # A release() may have freed them, and those made inside a capture would lie in its pool.
             _make_workspaces(self.device)
-            pool = torch.cuda.graph_pool_handle()
+            pool = self._pool = torch.cuda.graph_pool_handle()
             captured = {}
             for name in self._steps:
                 if name in self._called:

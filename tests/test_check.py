@@ -49,7 +49,7 @@ def checked(data: Path, output: Path, *changes: str) -> Settings:
 def test_a_sound_run_is_the_same_run_bit_for_bit(data: Path, tmp_path: Path) -> None:
     train(checked(data, tmp_path / "plain", "run.check_every=0"))
     figures = train(checked(data, tmp_path / "checked"))
-    assert figures["checks"] == {"steps": 10, "compared": 3}
+    assert figures["checks"] == {"steps": 10, "compared": 3, "poisoned_mib": 0.0}
     plain, looked_at = (checkpoint_tensors(tmp_path / name, 10) for name in ("plain", "checked"))
     assert all((plain[name] == looked_at[name]).all() for name in plain)
     losses = [[line["loss"] for line in metrics(tmp_path / name) if "loss" in line] for name in ("plain", "checked")]
@@ -65,7 +65,7 @@ def test_a_step_that_reads_padding_stops_without_a_checkpoint(
     assert main(command) == 1
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("error: step 1: expected finite numbers, found NaN or infinity in ")
-    assert "--check poisons the padding, so a step read it" in line
+    assert "--check's NaN from the padding of the inputs, so a step reads it" in line
     assert not (tmp_path / "run" / "checkpoints").exists() or steps_of(tmp_path / "run") == []
 
 
@@ -121,16 +121,86 @@ def test_a_buffer_that_moves_is_named(data: Path, tmp_path: Path, engines: list[
         train(checked(data, tmp_path / "run"))
 
 
+def test_nan_that_the_metrics_leave_out_is_found(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: list[Engine], after_step: AfterStep
+) -> None:
+    def count_a_bad_one() -> None:
+        engines[0].metrics.sums[-1] += 1  # as Metrics.add does for sums that are not finite
+
+    after_step(2, count_a_bad_one)
+    with pytest.raises(
+        CheckFailed, match="step 2: expected finite numbers, found NaN or infinity in metrics: it does not"
+    ):
+        train(checked(data, tmp_path / "run"))
+
+
+def test_weights_that_the_update_spoils_are_found(
+    data: Path, tmp_path: Path, engines: list[Engine], after_step: AfterStep
+) -> None:
+    def spoil() -> None:
+        engines[0].params.weight[3] = float("nan")
+
+    after_step(2, spoil)
+    with pytest.raises(
+        CheckFailed,
+        match="found NaN or infinity in the weights: the gradients are finite, so the update diverges or reads",
+    ):
+        train(checked(data, tmp_path / "run"))
+
+
+class Pool:
+    """Plays the graphs' pool: as long as it is poisoned, the steps that are run read of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engines: list[Engine]) -> None:
+        run = CallExecutor.run
+
+        def run_over_stale_memory(executor: CallExecutor, name: str) -> None:
+            run(executor, name)
+            if executor.poison and not name.startswith("update"):
+                self.spoil(engines[0])
+
+        monkeypatch.setattr(CallExecutor, "run", run_over_stale_memory)
+        monkeypatch.setattr(CallExecutor, "how_of", lambda executor, name: "replayed")
+
+    def spoil(self, engine: Engine) -> None:
+        """What comes of reading it."""
+        engine.gradients()["fc.weight"][0, 0] = float("nan")
+
+
+def test_nan_from_memory_of_the_pool_is_told_from_that_of_the_padding(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: list[Engine]
+) -> None:
+    Pool(monkeypatch, engines)
+    with pytest.raises(
+        CheckFailed, match="step 1: .*infinity in fc.weight: --check's NaN from the graphs' pool, so a step"
+    ):
+        train(checked(data, tmp_path / "run"))
+
+
+def test_a_replay_that_is_the_eager_step_until_the_pool_is_poisoned(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: list[Engine]
+) -> None:
+    class Adds(Pool):
+        def spoil(self, engine: Engine) -> None:
+            engine.gradients()["fc.weight"][0, 0] += 1.0
+
+    Adds(monkeypatch, engines)
+    with pytest.raises(
+        CheckFailed,
+        match="step 3: .* differs from the eager step in fc.weight .*; only with NaN in free memory of the graphs",
+    ):
+        train(checked(data, tmp_path / "run"))
+
+
 class Steps:
     """StepChecks over counts that a test sets; the step itself is played."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counters = Counters(0, 0)
         monkeypatch.setattr(Counters, "read", staticmethod(lambda device: self.counters))
-        sums = torch.zeros(3)
         engine: Any = SimpleNamespace(
             device=torch.device("cpu"),
-            metrics=SimpleNamespace(sums=sums),
+            metrics=SimpleNamespace(bad_micro_batches=lambda: 0),
             executor=SimpleNamespace(how="replayed", how_of=lambda name: "replayed"),
         )
         self.engine = engine

@@ -148,6 +148,35 @@ def test_what_padding_and_unused_blocks_hold_never_matters(built: Built) -> None
         assert_same_bits(built.eager(bucket), expected)
 
 
+def test_what_the_pool_holds_before_a_replay_never_matters(built: Built) -> None:
+    """As train --check has it: NaN in all of the pool before every replay."""
+    engine = built.engine
+    evaluate = engine.options.eval_inputs is not None
+
+    def outcomes(bucket: Bucket) -> dict[str, torch.Tensor]:
+        found = built.replay(bucket, bucket)
+        if evaluate:
+            engine.eval_metrics.zero_()
+            engine.executor.run(f"eval {bucket.name}")
+            found["evaluation"] = engine.eval_metrics.sums.clone()
+        return found
+
+    pool_mib = sum(report.pool_mib for report in built.reports)
+    try:
+        for bucket in engine.buckets:
+            built.inputs.load(bucket, seed=2)
+            expected = outcomes(bucket)
+            engine.executor.poison = True
+            before = Counters.read(CUDA)
+            assert_same_bits(outcomes(bucket), expected)
+            assert engine.executor.poisoned_mib > 0.9 * pool_mib
+            engine.executor.poison = False
+        assert all(tensor.isfinite().all() for tensor in expected.values())
+        assert (Counters.read(CUDA) - before).compilations == 0
+    finally:
+        engine.executor.poison = False
+
+
 def test_a_batch_without_content_adds_nothing(built: Built) -> None:
     bucket = built.engine.buckets[0]
     for tensor in built.inputs(bucket).values():

@@ -2,6 +2,7 @@
 both kinds of compiled attention learn the same."""
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,20 +10,30 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from buffers.batching import Batch
 from buffers.shapes import Bucket
+from buffers.staging import InputPipeline
 from engine.checking import CheckFailed
 from engine.demo import demo_settings, run_demo
 from engine.engine import Engine
+from engine.model import Drafter
+from engine.optimizer import AdamW
+from engine.profiling import STEPS as STEPS_RECORDED
+from engine.profiling import WARM_UP, _all_threads
 from engine.run import TrainingRun
 from engine.settings import Settings
 from engine.train import train
+from graphs import pool_poison
+from graphs.executor import GraphExecutor
 from graphs.guards import host_sync_is_an_error
 from graphs.parity import Difference
+from graphs.steps import BuildReport
+from tests.drafter_helpers import assert_same_bits
 
 STEPS = 60
 
@@ -154,11 +165,23 @@ def short_run(demo: Demo, out: Path, **changes: Any) -> Settings:
     return replace(settings, data=replace(settings.data, eval_path=""), run=run)
 
 
-def test_check_finds_nothing_in_a_sound_run_and_the_line_that_waits_in_another(
-    demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("attention", ["triton", "flex"])
+def test_check_finds_nothing_in_a_sound_run_which_is_the_unchecked_one(
+    demo: Demo, tmp_path: Path, attention: Literal["triton", "flex"]
 ) -> None:
-    figures = train(short_run(demo, tmp_path / "sound", check_every=5))
-    assert figures["checks"] == {"steps": 20, "compared": 4}
+    runs = {}
+    for name, every in (("plain", 0), ("checked", 5)):
+        settings = short_run(demo, tmp_path / name, check_every=every, accumulation=2)
+        runs[name] = train(replace(settings, model=replace(settings.model, attention=attention)))
+    checks = runs["checked"]["checks"]
+    assert (checks["steps"], checks["compared"]) == (20, 4)
+    assert checks["poisoned_mib"] > 1
+    assert (runs["checked"]["device_allocations"], runs["checked"]["compilations"]) == (0, 0)
+    plain, checked = (load_file(Path(run["drafter"]) / "model.safetensors") for run in runs.values())
+    assert_same_bits(checked, plain)
+
+
+def test_check_names_the_line_that_waits(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     update = Engine.update
 
     def waits(self: Engine, lr: float) -> None:
@@ -167,13 +190,91 @@ def test_check_finds_nothing_in_a_sound_run_and_the_line_that_waits_in_another(
 
     monkeypatch.setattr(Engine, "update", waits)
     with pytest.raises(CheckFailed, match=r"step 1: expected no wait of the host .* first at .*test_train\.py:\d+"):
-        train(short_run(demo, tmp_path / "waiting", check_every=5))
+        train(short_run(demo, tmp_path / "run", check_every=5))
 
 
-def test_a_profile_holds_the_kernels_of_the_replays(demo: Demo, tmp_path: Path) -> None:
+def test_check_names_the_loaders_line_that_waits(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = InputPipeline._fill
+    on_device = torch.ones((), device="cuda")
+
+    def waits(self: InputPipeline, *args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            on_device.item()
+        return fill(self, *args)
+
+    monkeypatch.setattr(InputPipeline, "_fill", waits)
+    with pytest.raises(CheckFailed, match=r"step \d+: expected no wait of the host .* first at .*test_train\.py:\d+"):
+        train(short_run(demo, tmp_path / "run", check_every=5))
+
+
+def test_check_counts_what_a_step_allocates(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Engine.update
+
+    def allocates(self: Engine, lr: float) -> None:
+        torch.ones(3, device=self.device)
+        update(self, lr)
+
+    monkeypatch.setattr(Engine, "update", allocates)
+    with pytest.raises(CheckFailed, match=r"step 1: expected no allocation on the device, found 1;"):
+        train(short_run(demo, tmp_path / "run", check_every=5))
+
+
+def stale_nan() -> torch.Tensor:
+    """0, or NaN when fresh memory is NaN from end to end."""
+    poisoned = torch.empty(2**20, device="cuda").isnan().all().float()
+    return 0 * poisoned / (1 - poisoned)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "told"),
+    [
+        (Drafter, "__call__", "--check's NaN from the graphs' pool, so a step reads memory that it has not written"),
+        (AdamW, "update", "the gradients are finite, so the update diverges or reads memory of its pool"),
+    ],
+)
+def test_check_finds_a_captured_step_that_reads_what_it_has_not_written(
+    demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, told: str
+) -> None:
+    """The memory holds zeros until --check looks: nothing else would notice."""
+    build, right = GraphExecutor.build, getattr(owner, name)
+
+    def build_over_zeros(self: GraphExecutor) -> list[BuildReport]:
+        reports = build(self)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pool_poison, "_POISON", 0)
+            assert pool_poison.poison_pool(self.device, self._pool) > 0
+        return reports
+
+    def careless(self: Any, *args: Any) -> Any:
+        stale = stale_nan() if torch.cuda.is_current_stream_capturing() else 0.0  # what is called is beside the point
+        result = right(self, *args)
+        if owner is AdamW:
+            self.grad_norm += stale
+            return None
+        return result + stale
+
+    monkeypatch.setattr(GraphExecutor, "build", build_over_zeros)
+    monkeypatch.setattr(owner, name, careless)
+    with pytest.raises(CheckFailed, match=f"step 1: expected finite numbers, found NaN .*{told}"):
+        train(short_run(demo, tmp_path / "run", check_every=5))
+
+
+def test_a_profile_has_every_phase_by_name_and_the_kernels_of_the_replays(demo: Demo, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    train(short_run(demo, tmp_path / "run"), profile=trace)
+    settings = short_run(demo, tmp_path / "run", log_every=4, save_every=10)
+    figures = train(settings, profile=trace)
     events = json.loads(trace.read_text())["traceEvents"]
-    names = {event["name"] for event in events if event.get("cat") == "user_annotation"}
-    assert "replay update" in names and any(name.startswith("replay train ") for name in names)
-    assert sum(event.get("cat") == "kernel" for event in events) > 100
+    ranges = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert {f"step {number}" for number in range(WARM_UP + 1, WARM_UP + STEPS_RECORDED + 1)} <= set(ranges)
+    assert ranges.count("replay update") == STEPS_RECORDED
+    buckets = {row["bucket"] for row in figures["buckets"]}
+    replayed = {name.removeprefix("replay train ") for name in ranges if name.startswith("replay train ")}
+    staged = {name.removeprefix("stage ") for name in ranges if name.startswith("stage ")}
+    assert replayed and replayed <= buckets and replayed <= staged
+    assert {"log", "checkpoint"} <= set(ranges)
+    if _all_threads() is not None:
+        assert any(name.startswith("read ") and "samples" in name for name in ranges)
+    kernels = [event["name"] for event in events if event.get("cat") == "kernel"]
+    assert len(kernels) > 20 * STEPS_RECORDED
+    # AdamW's kernel (engine/ops/adamw.py): what a graph runs is in the trace, not its launch alone.
+    assert kernels.count("_update") == STEPS_RECORDED
