@@ -1,4 +1,4 @@
-"""Reading our dataset format: a folder with `dataset.json`, memory-mapped safetensors shards and the target's tensors.
+"""Reading our dataset format: a folder with `dataset.json`, safetensors shards and the target's tensors.
 
 A shard holds `input_ids` int32[T], `loss_mask` uint8[T], `hidden_states` bf16[T, L*D], `last_hidden` bf16[T, D] where
 the dataset has soft labels, and `offsets` int64[n + 1], the token ranges of its n samples. Opening checks every header,
@@ -6,6 +6,7 @@ size, token id and loss mask and leaves the hidden states on disk; `verify` read
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,10 +26,10 @@ from buffers.manifest import (
     check_tokens,
     mask_length_error,
     open_safetensors,
-    refuse_cut,
     sha256,
     wrong_width_error,
 )
+from buffers.shard_file import ShardFile
 
 __all__ = [
     "FORMAT_VERSION",
@@ -46,8 +47,8 @@ __all__ = [
 class Sample:
     """Tokens of one sample: input_ids int32[T], loss_mask uint8[T], hidden_states bf16[T, L*D], last_hidden bf16[T, D].
 
-    The tensors are views of the memory-mapped file: do not write to them. `label`: what messages call the sample where its id
-    would say little to a reader.
+    The tensors may be views of a mapped file: do not write to them. `label`: what messages call the sample where its id would say
+    little to a reader.
     """
 
     sample_id: int
@@ -86,8 +87,11 @@ class SampleSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def sample(self, i: int, start: int = 0, stop: int | None = None) -> Sample:
-        """Tokens [start, stop) of sample i."""
+    def sample(
+        self, i: int, start: int = 0, stop: int | None = None, into: Mapping[str, Tensor] | None = None
+    ) -> Sample:
+        """Tokens [start, stop) of sample i. into: memory for hidden_states and last_hidden, of which a source may make use;
+        what has none there may be left unread."""
 
 
 class Dataset:
@@ -119,14 +123,15 @@ class Dataset:
                 "Write the dataset again."
             )
         self._first_ids = np.cumsum([0, *(shard.num_samples for shard in self.info.shards)])
-        self._shards: list[dict[str, Tensor]] = []
+        self._shards: list[ShardFile] = []
         self._offsets: list[NDArray[np.int64]] = []
         lengths, eligible_counts, supervised_counts = [], [], []
         for shard, first_id in zip(self.info.shards, self._first_ids[:-1].tolist(), strict=True):
             tensors = _open_shard(self.path, shard, self.info)
             offsets = _check_offsets(tensors["offsets"].numpy().copy(), shard)
             _check_shard_tokens(tensors, offsets, self.info.vocab_size, shard.file, first_id)
-            self._shards.append(tensors)
+            read = {name: tensor for name, tensor in tensors.items() if name != "offsets"}
+            self._shards.append(ShardFile(self.path / shard.file, shard.num_bytes, read))
             self._offsets.append(offsets)
             lengths.append(np.diff(offsets))
             mask = tensors["loss_mask"].numpy()
@@ -144,18 +149,16 @@ class Dataset:
     def __len__(self) -> int:
         return self.info.num_samples
 
-    def sample(self, i: int, start: int = 0, stop: int | None = None) -> Sample:
-        """Tokens [start, stop) of sample i as views of the mapped file; nothing is read until it is used."""
+    def sample(
+        self, i: int, start: int = 0, stop: int | None = None, into: Mapping[str, Tensor] | None = None
+    ) -> Sample:
+        """Tokens [start, stop) of sample i, read now. into: as `ShardFile.read` takes it. Raises ValueError for a shard that was
+        removed or cut since the dataset was opened, OSError for one that cannot be read."""
         stop = check_range(i, start, stop, self.lengths)
         shard = int(np.searchsorted(self._first_ids, i, side="right")) - 1
-        refuse_cut(self.path / self.info.shards[shard].file, self.info.shards[shard].num_bytes)
         first = int(self._offsets[shard][i - self._first_ids[shard]])
-        views = {
-            name: tensor[first + start : first + stop]
-            for name, tensor in self._shards[shard].items()
-            if name != "offsets"
-        }
-        return Sample(i, views["input_ids"], views["loss_mask"], views["hidden_states"], views.get("last_hidden"))
+        found = self._shards[shard].read(first + start, first + stop, into)
+        return Sample(i, found["input_ids"], found["loss_mask"], found["hidden_states"], found.get("last_hidden"))
 
     def verify(self) -> None:
         """Read every shard and compare its sha256 with the manifest. Raises ValueError naming the files that differ."""

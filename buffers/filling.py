@@ -67,8 +67,9 @@ def fill_row(
     the row's padding. `pieces` and `max_blocks`: those of `Document`, for each sample; empty means 0 for all.
 
     A document's positions start at 0 and its blocks are bounded by it; its anchors are those it would have alone in a row
-    of max_blocks. Raises NonFiniteSample, before anything is written, when hidden states hold NaN or infinity; ValueError
-    when the documents are more than the row holds or their tensors do not fit the buffers.
+    of max_blocks. Hidden states that were read into their place stay there. Raises NonFiniteSample, with nothing written, when
+    hidden states hold NaN or infinity; ValueError when the documents are more than the row holds or their tensors do not fit
+    the buffers.
     """
     wanted = ["target_hidden", "input_ids", "loss_mask"] + ["last_hidden"] * ("last_hidden" in buffers)
     length = sum(len(sample.input_ids) for sample in samples)
@@ -86,7 +87,9 @@ def fill_row(
     for index, sample in enumerate(samples):
         stop = start + len(sample.input_ids)
         for name, source in sources[index].items():
-            buffers[name][b, start:stop].copy_(source)
+            place = buffers[name][b, start:stop]
+            if source.data_ptr() != place.data_ptr():  # else it was read there
+                place.copy_(source)
         torch.arange(stop - start, dtype=positions.dtype, out=positions[start:stop])
         anchors, keep = sample_anchors(
             eligible_positions(sample.loss_mask.numpy()),

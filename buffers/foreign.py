@@ -1,13 +1,14 @@
 """Another trainer's folder of hidden states as a dataset: scanned once, read sample by sample, rounded to bf16."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from buffers.dataset import Sample, check_range
 from buffers.foreign_facts import Target
@@ -121,8 +122,11 @@ class ForeignDataset:
         """The file of sample i."""
         return self._reader.names[self._indices[i]]
 
-    def sample(self, i: int, start: int = 0, stop: int | None = None) -> Sample:
-        """Tokens [start, stop) of sample i; hidden states in bf16, views of the mapped file where it has them so."""
+    def sample(
+        self, i: int, start: int = 0, stop: int | None = None, into: Mapping[str, Tensor] | None = None
+    ) -> Sample:
+        """Tokens [start, stop) of sample i; hidden states in bf16, views of the mapped file where it has them so. into: of no
+        use here."""
         stop = check_range(i, start, stop, self.lengths)
         index = self._indices[i]
         try:

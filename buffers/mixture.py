@@ -9,7 +9,7 @@ come more than once oftener than another, and what an epoch holds follows from (
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil, floor
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from buffers.anchors import MIXTURE_STREAM, random_order
 from buffers.dataset import Sample, SampleSource, check_range
@@ -100,12 +101,14 @@ class Mixture:
         place, own = self._origin(i)
         return self.sources[place].folders[0], own
 
-    def sample(self, i: int, start: int = 0, stop: int | None = None) -> Sample:
+    def sample(
+        self, i: int, start: int = 0, stop: int | None = None, into: Mapping[str, Tensor] | None = None
+    ) -> Sample:
         """Tokens [start, stop) of the sample that i stands for, under the id i: it has anchors of its own."""
         stop = check_range(i, start, stop, self.lengths)
         place, own = self._origin(i)
         source = self.sources[place]
-        return replace(source.sample(own, start, stop), sample_id=i, label=f"{own} of {source.folders[0]}")
+        return replace(source.sample(own, start, stop, into), sample_id=i, label=f"{own} of {source.folders[0]}")
 
     def to_plan_for(self, tile: int) -> NDArray[np.int64]:
         """The ids that buckets are planned for: the first epoch's, and of each length (rounded up to the tile) the longest and

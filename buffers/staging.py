@@ -23,11 +23,21 @@ from torch import Tensor
 
 from buffers.arena import Arena, BufferSpec, packed_size
 from buffers.batching import Batch, Document
-from buffers.dataset import SampleSource, folder_names
+from buffers.dataset import Sample, SampleSource, folder_names
 from buffers.filling import NonFiniteSample, batch_specs, clear_row, fill_row
 from buffers.planner import check_ascending
 from buffers.shapes import Bucket
 from buffers.stages import stage
+
+# Of a slot's tensors those that are most of its bytes, with their names in a sample.
+_READ_IN_PLACE = {"target_hidden": "hidden_states", "last_hidden": "last_hidden"}
+
+# How often a caller that waits looks whether there still is a loader to wait for.
+_LOOK_S = 1.0
+
+
+class LoaderEnded(RuntimeError):
+    """The loader's thread came to an end that is no ordinary error, or without a word."""
 
 
 class _Slot:
@@ -71,6 +81,16 @@ class _Run:
         self.thread: threading.Thread | None = None
         for slot in slots:
             self.free.put(slot)
+
+    def wait(self) -> _Filled | _End:
+        """What the loader says next. Raises LoaderEnded when it is gone and has said all."""
+        while True:
+            alive = self.thread is not None and self.thread.is_alive()
+            try:
+                return self.ready.get(timeout=_LOOK_S) if alive else self.ready.get(block=False)
+            except queue.Empty:
+                if not alive:
+                    raise LoaderEnded("the loader's thread is gone, and the batches that it had left with it") from None
 
     def stop(self) -> None:
         self.stopped = True
@@ -189,10 +209,16 @@ class InputPipeline:
         assert upcoming is not None, "a blocking take returned nothing"
         self._upcoming = upcoming
         if isinstance(upcoming, _End):
-            if upcoming.error is not None:
-                self.stop()
-                raise upcoming.error
-            return None
+            error = upcoming.error
+            if error is None:
+                return None
+            self.stop()
+            if isinstance(error, Exception):
+                raise error
+            # As it is, a SystemExit of the loader's would end the process in silence, and a KeyboardInterrupt pass for Ctrl-C.
+            raise LoaderEnded(
+                f"the loader's thread ended with {error!r}, and the batches that it had left with it"
+            ) from error
         with stage("stage", upcoming.batch.bucket.name):
             self._deliver(self._run, upcoming)
         # Never waits here: the caller has a step to launch first, and asks again long before the device is done.
@@ -284,7 +310,7 @@ class InputPipeline:
     def _fill_row(self, views: dict[str, Tensor], b: int, row: tuple[Document, ...], batch: Batch) -> None:
         """Row b without the documents that are not finite; they are few, so the row is simply begun again without each."""
         while row:
-            samples = [self.dataset.sample(d.sample_id, d.start, d.stop) for d in row]
+            samples = self._samples(row, {name: views[name][b] for name in _READ_IN_PLACE if name in views})
             try:
                 fill_row(
                     views,
@@ -305,12 +331,26 @@ class InputPipeline:
                 row = row[: error.place] + row[error.place + 1 :]
         clear_row(views, b)
 
+    def _samples(self, row: tuple[Document, ...], memory: dict[str, Tensor]) -> list[Sample]:
+        """The row's documents, where the buffers have the files' own type read straight to where they will lie."""
+        samples, first = [], 0
+        for document in row:
+            place = slice(first, first + document.stop - document.start)
+            first = place.stop
+            where = document.sample_id, document.start, document.stop
+            if memory["target_hidden"].dtype == torch.bfloat16:
+                into = {_READ_IN_PLACE[name]: tensor[place] for name, tensor in memory.items()}
+                samples.append(self.dataset.sample(*where, into))
+            else:
+                samples.append(self.dataset.sample(*where))
+        return samples
+
     def _take(self, run: _Run, *, block: bool) -> _Filled | _End | None:
         """The loader's next item, its copy to the staging arena enqueued. None when not blocking and none is there."""
         try:
             asked = time.perf_counter()
             with stage("read", "until the loader delivers") if block else nullcontext():
-                item = run.ready.get(block=block)
+                item = run.wait() if block else run.ready.get(block=False)
             got = time.perf_counter()
         except queue.Empty:
             return None

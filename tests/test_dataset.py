@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import re
@@ -57,12 +58,19 @@ def test_the_manifest_says_what_the_hidden_states_are(tmp_path: Path) -> None:
     assert info.target_config == {"hidden_size": HIDDEN_SIZE}
 
 
-def test_a_part_of_a_sample_is_a_view_of_the_mapped_file(tmp_path: Path) -> None:
-    dataset = write_dataset(tmp_path, LENGTHS)
+def test_a_part_of_a_sample_is_read_alone_and_where_it_is_wanted(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path, LENGTHS, last_hidden=True)
     whole, part = dataset.sample(3), dataset.sample(3, 100, 250)
     assert torch.equal(part.hidden_states, whole.hidden_states[100:250])
     assert torch.equal(part.input_ids, whole.input_ids[100:250])
-    assert part.hidden_states.data_ptr() == whole.hidden_states[100].data_ptr()
+    memory = torch.zeros(152, WIDTH, dtype=torch.bfloat16)
+    there = dataset.sample(3, 100, 250, {"hidden_states": memory[1:151]})
+    assert there.hidden_states.data_ptr() == memory[1].data_ptr() and there.last_hidden is None
+    assert torch.equal(memory[1:151], whole.hidden_states[100:250])
+    assert not memory[0].any() and not memory[151].any()
+    for other in (memory[:149], memory[:150].float(), memory[:150, 1:]):
+        elsewhere = dataset.sample(3, 100, 250, {"hidden_states": other})
+        assert torch.equal(elsewhere.hidden_states, whole.hidden_states[100:250])
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 78), (5, 5), (-1, 3)])
@@ -296,7 +304,7 @@ def target_tensors() -> dict[str, Tensor]:
     }
 
 
-def test_a_shard_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
+def test_a_shard_that_was_cut_is_named(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path, [40, 60])
     shard = tmp_path / "shard-00000.safetensors"
     size = shard.stat().st_size
@@ -307,10 +315,34 @@ def test_a_shard_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
         dataset.sample(1)
 
 
-def test_a_shard_that_was_removed_is_read_on(tmp_path: Path) -> None:
+def test_a_shard_that_is_cut_in_the_middle_of_a_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = write_dataset(tmp_path, [40, 60])
-    (tmp_path / "shard-00000.safetensors").unlink()
-    assert torch.equal(dataset.sample(1).input_ids, random_sample(60, 1)["input_ids"])
+    shard, read = tmp_path / "shard-00000.safetensors", os.preadv
+
+    def cut_first(descriptor: int, memory: list[memoryview], offset: int) -> int:
+        os.truncate(shard, min(offset + 8, shard.stat().st_size))
+        return read(descriptor, memory, offset)
+
+    monkeypatch.setattr(os, "preadv", cut_first)
+    with pytest.raises(ValueError, match=rf"bytes in {shard} as when it was opened, found \d+: it was cut or is being"):
+        dataset.sample(1)
+
+
+def test_a_shard_that_was_removed_or_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = write_dataset(tmp_path, [40, 60])
+    shard = tmp_path / "shard-00000.safetensors"
+    open_files = len(os.listdir("/proc/self/fd"))
+
+    def broken(descriptor: int, memory: list[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=f"Input/output error: '{shard}'"):
+        patch.setattr(os, "preadv", broken)
+        dataset.sample(1)
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"expected {shard} as when it was opened, found no such file: it was removed"):
+        dataset.sample(1)
+    assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 def test_the_targets_tensors_travel_with_the_dataset(tmp_path: Path) -> None:

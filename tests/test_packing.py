@@ -281,7 +281,7 @@ def test_a_document_that_is_not_finite_leaves_its_row_alone(tmp_path: Path) -> N
         hidden[3, 2] = float("nan")
         return Sample(i, found.input_ids, found.loss_mask, hidden, None)
 
-    dataset.sample = damaged  # type: ignore[method-assign]
+    dataset.sample = damaged  # type: ignore[method-assign, assignment]
     bucket = BUCKETS[1]
 
     def row(*ids: int) -> tuple[Document, ...]:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from buffers.arena import Arena, arena_table, packed_size
 from buffers.batching import Batch, BatchPlan, Document
-from buffers.dataset import Dataset
+from buffers.dataset import Dataset, Sample
 from buffers.filling import NonFiniteSample, batch_specs, clear_row, fill_row
 from buffers.shapes import Bucket
-from buffers.staging import InputPipeline
+from buffers.staging import InputPipeline, LoaderEnded
 from tests.dataset_helpers import HIDDEN_SIZE, TAPS, write_dataset
 
 BUCKETS = tuple(Bucket(B, S, N, 4, 8) for B, S, N in ((5, 16, 4), (3, 32, 8), (2, 56, 12)))
@@ -199,6 +199,43 @@ def test_close_ends_the_thread_in_the_middle_of_an_epoch(tmp_path: Path) -> None
     pipeline.close()
     pipeline.close()
     assert not any(thread.name == "input-loader" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("error", [MemoryError("no more"), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_whatever_ends_the_loaders_thread_is_raised_in_next(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = write_dataset(tmp_path, [10, 10])
+    batches = [Batch(BUCKETS[0], ((Document(i, 0, 10),),), 0) for i in range(2)]
+    sample = dataset.sample
+
+    def dies(i: int, start: int = 0, stop: int | None = None) -> Sample:
+        if i:
+            raise error
+        return sample(i, start, stop)
+
+    monkeypatch.setattr(dataset, "sample", dies)
+    with pipeline_for(dataset) as pipeline:
+        pipeline.start(batches)
+        assert pipeline.next() == batches[0]
+        with pytest.raises(Exception) as caught:
+            pipeline.next()
+    if isinstance(error, Exception):
+        assert caught.value is error
+    else:
+        assert isinstance(caught.value, LoaderEnded) and caught.value.__cause__ is error
+        assert f"the loader's thread ended with {error!r}" in str(caught.value)
+
+
+def test_a_loader_that_is_gone_without_a_word_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = write_dataset(tmp_path, [10])
+    monkeypatch.setattr(InputPipeline, "_fill_ahead", lambda self, run, batches: None)
+    with pipeline_for(dataset) as pipeline:
+        pipeline.start([Batch(BUCKETS[0], ((Document(0, 0, 10),),), 0)])
+        with pytest.raises(LoaderEnded, match="the loader's thread is gone"):
+            pipeline.next()
 
 
 def test_last_hidden_is_left_out_on_request_and_missed_when_asked_for(tmp_path: Path) -> None:
