@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,10 +41,25 @@ def forward_backward(
         hidden_BNKD.detach(), batch, parts.head, parts.objective, parts.ops, gradient=True, chunk_rows=parts.chunk_rows
     )
     parts.drafter.gradient_sums.begin(first)
-    hidden_BNKD.backward(sums.dh)
+    beginning: Tensor = _Beginning.apply(hidden_BNKD, sums.dh)
+    beginning.backward()
     denominator += sums.weight
     parts.metrics.add(sums, batch["row_lengths"], batch["input_ids"].numel())
     return sums
+
+
+class _Beginning(torch.autograd.Function):
+    """A number without value whose gradient with respect to `y` is `dy`: what y.backward(dy) begins, for which torch loads its
+    symbolic shapes, and with them sympy: most of a second of every start."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, dy: Tensor) -> Tensor:
+        ctx.dy = dy
+        return y.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.dy, None
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ import torch
 
 from buffers.stages import stage
 from graphs.capture_errors import CaptureError, explained
-from graphs.guards import host_sync_is_an_error
+from graphs.guards import host_sync_is_an_error, noting_host_syncs
 from graphs.nodes import count_kernels
 from graphs.pool_poison import poison_pool
 from graphs.steps import BuildReport, CallExecutor, OnFailure, Step
@@ -47,7 +47,7 @@ class _Captured:
 class GraphExecutor:
     """Captures the steps into CUDA graphs. Makes its stream the calling thread's current one until close()."""
 
-    def __init__(self, device: torch.device, *, warm_ups: int = 2, predecessor: GraphExecutor | None = None) -> None:
+    def __init__(self, device: torch.device, *, predecessor: GraphExecutor | None = None) -> None:
         """predecessor: the generation before, whose place on the thread this one takes."""
         self.device = device
         self.on_failure: OnFailure = "stop"
@@ -56,7 +56,6 @@ class GraphExecutor:
         self.poison = False
         self.poisoned_mib = 0.0  # of the pool, before the last replay that was
         self._pool: Pool | None = None
-        self._warm_ups = warm_ups
         self._steps: dict[str, Step] = {}
         self._groups: dict[str, str] = {}
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
@@ -150,7 +149,7 @@ class GraphExecutor:
     def successor(self) -> GraphExecutor:
         """An empty executor for the next generation, on this one's place on the thread. Close one of the two, then attach()
         the other."""
-        new = GraphExecutor(self.device, warm_ups=self._warm_ups, predecessor=self)
+        new = GraphExecutor(self.device, predecessor=self)
         new.on_failure = self.on_failure
         return new
 
@@ -223,10 +222,17 @@ class GraphExecutor:
         return time.perf_counter() - start
 
     def _warm_up(self, name: str) -> None:
+        """One call is enough for a capture to initialise nothing: Triton's kernels are compiled and loaded for the very types,
+        alignments and constants that are captured, cuBLAS has chosen and loaded its kernels for these shapes (its handles and
+        workspaces are _make_workspaces's), autograd's thread runs, and nothing is autotuned. Each step has a call of its own,
+        for each has kernels of its own."""
+        waits: list[str] = []
         with explained(name, "warming up", self.device):
-            for i in range(self._warm_ups):
-                # The first call compiles, which may synchronise; the later ones are what will be captured.
-                with host_sync_is_an_error(i > 0):
+            with noting_host_syncs(waits):
+                self._steps[name]()
+            if waits:
+                # Compiling may wait for the device; a step that is compiled may not.
+                with host_sync_is_an_error():
                     self._steps[name]()
             torch.cuda.synchronize(self.device)
 

@@ -410,7 +410,7 @@ class FullDevice(CallExecutor):
 
     def build(self) -> Any:
         graphs = object.__new__(GraphExecutor)
-        graphs.device, graphs._steps, graphs._warm_ups = torch.device("cuda"), self._steps, 2
+        graphs.device, graphs._steps = torch.device("cuda"), self._steps
         for name in self._steps:
             graphs._warm_up(name)
 

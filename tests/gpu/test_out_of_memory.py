@@ -67,7 +67,7 @@ class Hungry:
 @pytest.mark.parametrize(("at_call", "doing"), [(1, "warming up"), (2, "capturing")])
 def test_what_was_being_done_is_named(leave: Callable[[int], None], at_call: int, doing: str) -> None:
     leave(600)
-    executor = GraphExecutor(CUDA, warm_ups=1)
+    executor = GraphExecutor(CUDA)
     executor.add("eval 8x512x64", Hungry(at_call))
     with pytest.raises(
         CaptureError, match=f"out of GPU memory while {doing} eval 8x512x64: .* GiB were free.* {REMEDY}"
@@ -75,7 +75,7 @@ def test_what_was_being_done_is_named(leave: Callable[[int], None], at_call: int
         executor.build()
     executor.close()
 
-    executor = GraphExecutor(CUDA, warm_ups=1)
+    executor = GraphExecutor(CUDA)
     modest = Hungry(at_call=0)
     executor.add("eval 1x512x64", modest)
     executor.build()
