@@ -26,6 +26,7 @@ from engine.cli_options import (
 from engine.failures import message_of
 from engine.graphs_cli import graphs
 from engine.interrupts import noting_interrupts
+from engine.process_settings import set_what_helps
 from engine.settings import load_settings
 from engine.settings_fields import SettingsError
 
@@ -328,6 +329,7 @@ def run(group: click.Group, args: Sequence[str] | None = None) -> int:
     Errors that a user can mend (ValueError, OSError, MemoryError and what is derived from them, a failed capture, a full
     GPU) become one line on stderr. Anything else is a fault of ours and keeps its traceback.
     """
+    set_what_helps()
     try:
         with noting_interrupts() as interrupted:
             return _run(group, list(sys.argv[1:] if args is None else args), interrupted)

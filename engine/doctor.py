@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.doctor_gpu import Gpu, find_gpus, measure_variants, works_here
+from engine.doctor_gpu import Gpu, find_gpus, works_here
 from engine.doctor_host import DiskSpeed, Setting, c_compiler, disk_speed, extras, locked_memory, settings_found
+from engine.doctor_variants import measure_variants, worth_setting
 from engine.fingerprints import software_fields
+from engine.process_settings import HELPFUL
 from engine.reports import make_console, print_table
 
 _GIB = 2**30
@@ -31,6 +34,7 @@ def run_doctor(disk: Path | None = None, *, measure: bool = True) -> dict[str, A
         "works": {name: asdict(found) for name, found in works.items()},
         "settings": [asdict(setting) for setting in settings],
         "measured": measure_variants() if gpus and measure else [],
+        "set_by_us": dict(HELPFUL),
         "locked_memory": locked_memory(),
         "extras": extras(),
     }
@@ -43,6 +47,10 @@ def run_doctor(disk: Path | None = None, *, measure: bool = True) -> dict[str, A
     _print_settings(console, settings)
     for variant in figures["measured"]:
         console.print(f"measured, {variant['name']}: {variant['told']}", markup=False, soft_wrap=True)
+    if figures["measured"]:
+        figures["worth_setting"] = worth_setting(figures["measured"])
+        console.print(f"worth setting here: {_pairs(figures['worth_setting'])}", markup=False, soft_wrap=True)
+    console.print(f"set by dflash-engine where you have not: {_pairs(HELPFUL)}", markup=False, soft_wrap=True)
     console.print(f"locked memory: {figures['locked_memory']['told']}", markup=False, soft_wrap=True)
     told = ", ".join(f"{name} {version or 'not installed'}" for name, version in figures["extras"].items())
     console.print(f"optional: {told}", markup=False, soft_wrap=True)
@@ -76,6 +84,10 @@ def _print_gpus(console: Any, gpus: list[Gpu]) -> None:
     print_table(console, "GPUs", columns, rows)
     for index, gpu in enumerate(gpus):
         console.print(f"GPU {index}: {gpu.held}", markup=False, soft_wrap=True)
+
+
+def _pairs(settings: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items()) or "nothing"
 
 
 def _print_settings(console: Any, settings: list[Setting]) -> None:

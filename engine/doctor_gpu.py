@@ -1,14 +1,10 @@
-"""What the doctor asks of the GPUs: what they are, what of the engine they can do, which settings pay."""
+"""What the doctor asks of the GPUs: what they are, and what of the engine they can do."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -17,7 +13,6 @@ from engine.gpu_holders import held_on
 from engine.precision import check_fp8_device
 
 _SMALL_SHARED_MEMORY = 99 * 1024  # what the attention's small tiles compile within (engine/ops/attention_tiles.py)
-_PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -134,50 +129,3 @@ def _capture(env: Mapping[str, str]) -> Works:
     if env.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in ("", "0"):
         return Works(False, "PYTORCH_NO_CUDA_MEMORY_CACHING is set; unset it")
     return Works(True, "the measurement below captures a small step and compares its replay")
-
-
-_VARIANTS: dict[str, dict[str, str]] = {
-    "as it is": {},
-    "CUDA_MODULE_LOADING=EAGER": {"CUDA_MODULE_LOADING": "EAGER"},
-    "expandable_segments:True": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-}
-
-
-def measure_variants(command: Sequence[str] = (sys.executable, "-m", "engine.doctor_probe")) -> list[dict[str, Any]]:
-    """A small captured step in a process of its own under each setting: its figures, and in words whether the setting helps
-    against things as they are."""
-    found: list[dict[str, Any]] = []
-    for name, changes in _VARIANTS.items():
-        env = {key: value for key, value in os.environ.items() if key != "PYTORCH_ALLOC_CONF" or not changes}
-        try:
-            done = subprocess.run(
-                list(command), env=env | changes, capture_output=True, text=True, timeout=_PATIENCE_S, check=True
-            )
-            figures = dict(json.loads(done.stdout.splitlines()[-1]))
-        except subprocess.CalledProcessError as error:
-            found.append({"name": name, "told": f"does not work: {' '.join(error.stderr.split())[-300:]}"})
-            continue
-        except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-            found.append({"name": name, "told": f"could not be measured: {error}"})
-            continue
-        base = found[0] if found and "replay_ms" in found[0] else None
-        found.append({"name": name, **figures, "told": compared(figures, base)})
-    return found
-
-
-def compared(figures: Mapping[str, Any], base: Mapping[str, Any] | None) -> str:
-    """The figures in words, and with a base whether this is better: what differs by more than a measurement's noise."""
-    told = (
-        f"start {figures['start_s']:.1f} s, {figures['outside_mib']:,.0f} MiB beside torch's, replay "
-        f"{figures['replay_ms']:.3f} ms{'' if figures['equal'] else ', REPLAY DIFFERS FROM THE EAGER STEP'}"
-    )
-    if base is None:
-        return told
-    gains: list[str] = []
-    losses: list[str] = []
-    for key, what, least in (("start_s", "start", 0.5), ("outside_mib", "memory", 64.0), ("replay_ms", "replay", 0.0)):
-        apart = figures[key] - base[key]
-        if abs(apart) > max(least, 0.05 * base[key]):
-            (gains if apart < 0 else losses).append(what)
-    words = [f"helps {', '.join(gains)}"] * bool(gains) + [f"hurts {', '.join(losses)}"] * bool(losses)
-    return f"{told}: {'; '.join(words) or 'no difference'}"

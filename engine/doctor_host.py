@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.process_settings import ALLOCATOR, MODULE_LOADING, set_by_us
+
 _MIB = 2**20
 _WRITE_MIB = 64
 _EXTRAS = {"transformers": "hf", "pyarrow": "arrow", "matplotlib": "plots"}
@@ -41,8 +43,14 @@ class DiskSpeed:
 
 def settings_found(env: Mapping[str, str] = os.environ) -> list[Setting]:
     """The allocator's and the module loader's setting, always, and every other one that is set and gets in the way."""
-    name = "PYTORCH_ALLOC_CONF" if env.get("PYTORCH_ALLOC_CONF") else "PYTORCH_CUDA_ALLOC_CONF"
-    found = [_allocator(name, env.get(name, ""), env), _module_loading(env.get("CUDA_MODULE_LOADING", ""))]
+    name = next((name for name in ALLOCATOR if env.get(name)), ALLOCATOR[0])
+    found = [_allocator(name, env.get(name, ""), env), _module_loading(env.get(MODULE_LOADING, ""))]
+    found = [
+        Setting(s.name, s.value, "good", "set by dflash-engine, because measuring has shown that it helps")
+        if s.value and set_by_us(s.name, s.value)
+        else s
+        for s in found
+    ]
     for name, why in _IN_THE_WAY.items():
         value = env.get(name, "")
         if value.strip().lower() not in ("", "0", "false"):
@@ -86,7 +94,7 @@ def _allocator(name: str, value: str, env: Mapping[str, str]) -> Setting:
 
 
 def _module_loading(value: str) -> Setting:
-    name = "CUDA_MODULE_LOADING"
+    name = MODULE_LOADING
     if value.upper() == "EAGER":
         why = "every kernel of every library is loaded at the start: seconds and device memory for kernels nobody calls"
         return Setting(name, value, "hurts", why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from engine import process_settings
 from engine.left_out import spoken_lengths, spoken_samples
 from engine.mixture_report import print_sources
 from engine.reports import print_bucket_table
@@ -25,7 +26,8 @@ def say_plan(run: TrainingRun) -> None:
     how = "replaying CUDA graphs" if engine.executor.how == "replayed" else "calling the steps (no GPU)"
     if run.intake.plan.sources:
         print_sources(run.intake.plan.sources, run.console)
-    run.say(f"{engine.device}, {engine.precision}, {how}; buckets (rows x tokens x blocks): {names}")
+    environment = f"; set in the environment: {process_settings.told()}" if process_settings.told() else ""
+    run.say(f"{engine.device}, {engine.precision}, {how}; buckets (rows x tokens x blocks): {names}{environment}")
     what = {"skip": "left out", "truncate": "cut off", "split": "split"}[too_long]
     for kind, found in (("samples", run.intake.plan.too_long), ("held-out samples", held_out_too_long(run))):
         if found:
