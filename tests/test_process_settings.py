@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.tables import RESULTS
+from bench.markdown import RESULTS
 from engine import process_settings
 from engine.doctor_host import settings_found
 from engine.doctor_variants import BASE, best_of, compared, measure_variants, worth_setting
