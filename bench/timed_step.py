@@ -85,6 +85,8 @@ def measure_step(subject: Subject, repeats: int) -> dict[str, Any]:
         "held_gib": held_gib,
         "eager_peak_gib": eager_peak_gib,
         "pool_mib": subject.report.pool_mib,
+        "exec_mib": subject.report.exec_mib,
+        "nodes": subject.report.nodes,
         # Anything else would have raised before this.
         "host_syncs": 0,
         "device_allocations": 0,

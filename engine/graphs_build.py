@@ -35,6 +35,7 @@ from engine.memory_report import memory_figures, print_memory
 from engine.reports import make_console
 from engine.settings import Settings
 from graphs.measure import StepCost, step_cost
+from graphs.pool_model import MIB
 from graphs.record import write_record
 
 
@@ -87,6 +88,14 @@ def build_graphs(settings: Settings) -> dict[str, Any]:
         console.print(
             f"torch holds {found:.2f} GiB, {expected:.2f} estimated ({expected / found - 1:+.1%})", soft_wrap=True
         )
+    graphs = [graph for bucket in record.buckets for graph in bucket.graphs] + list(record.others)
+    executables_mib = sum(graph.exec_mib for graph in graphs)
+    if record.reserved_mib is not None:
+        console.print(
+            f"the driver holds {executables_mib:.1f} MiB for {len(graphs)} executable graphs, {memory.executables / MIB:.0f} MiB "
+            f"estimated for {memory.graphs}",
+            soft_wrap=True,
+        )
     console.print(f"{path}; the graphs themselves end with this process", markup=False, soft_wrap=True)
     return {
         "record": str(path),
@@ -94,6 +103,8 @@ def build_graphs(settings: Settings) -> dict[str, Any]:
         "phases_s": dict(record.phases_s),
         "kernels_compiled": record.kernels_compiled,
         "reserved_mib": record.reserved_mib,
+        "executables_mib": executables_mib,
+        "graphs": len(graphs),
         "estimate": memory_figures(memory),
         "buckets": [bucket_figures(bucket) for bucket in record.buckets],
     }

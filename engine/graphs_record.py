@@ -9,10 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from buffers.shapes import Bucket
+from engine.memory_estimate import GRAPH_EXEC
 from engine.reports import print_table
 from engine.verification import CALLED, Verified
 from graphs.executor import BuildReport
 from graphs.fingerprint import BUFFERS, Fingerprint
+from graphs.pool_model import MIB
 from graphs.record import BucketRecord, GraphFigures, Record
 
 # A replay that is less than this much faster is as fast: clocks of a warm chip wander by as much.
@@ -63,6 +65,7 @@ def record_of(
         phases_s=tuple((phases_s or {}).items()),
         kernels_compiled=kernels_compiled,
         reserved_mib=reserved_mib,
+        exec_estimate_mib=GRAPH_EXEC / MIB,
     )
 
 

@@ -65,7 +65,8 @@ class MetricsSnapshot:
         ]
         self._copied = torch.cuda.Event() if pinned else None
         if self._copied is not None:
-            self._copied.record()
+            # The copy is on its own device's stream, whichever device is the calling thread's.
+            self._copied.record(torch.cuda.current_stream(tensors[0].device))
 
     def ready(self) -> bool:
         """Whether reading would return without waiting."""

@@ -39,7 +39,8 @@ def no_compilation() -> Iterator[None]:
 
 @contextmanager
 def compilation_allowed() -> Iterator[None]:
-    """Inside, the calling thread compiles all the same: a new generation is warmed up, one thread at a time."""
+    """Inside, the calling thread compiles all the same, and so does autograd's, which runs its backward passes: a new generation
+    is warmed up, one thread at a time."""
     thread = threading.get_ident()
     _exempt[thread] += 1
     try:
@@ -51,11 +52,19 @@ def compilation_allowed() -> Iterator[None]:
 
 def refuse_if_forbidden(what: str) -> None:
     """Raises CompilationError about `what` where compiling is over."""
-    if _bans and not _exempt[threading.get_ident()]:
+    if _bans and not _is_exempt():
         raise CompilationError(
             f"{what} is being compiled in thread {threading.current_thread().name} after the warm-up: expected everything to be "
             "compiled by then; give every shape to an engine before warm_up(), or use engine.regenerate() for new ones"
         )
+
+
+def _is_exempt() -> bool:
+    if _exempt[threading.get_ident()]:
+        return True
+    # Backward passes run in threads that autograd has started, one for each device, which work for whoever asks and are
+    # nobody's in Python. Nobody else's backward pass has anything to compile: it was warmed up.
+    return any(_exempt.values()) and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _count(by: int) -> None:

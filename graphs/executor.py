@@ -20,7 +20,7 @@ import torch
 from buffers.stages import stage
 from graphs.capture_errors import CaptureError, explained
 from graphs.guards import host_sync_is_an_error, noting_host_syncs
-from graphs.nodes import count_kernels
+from graphs.nodes import count_kernels, upload
 from graphs.pool_poison import poison_pool
 from graphs.steps import BuildReport, CallExecutor, OnFailure, Step
 from graphs.timing import StepTimes
@@ -60,6 +60,7 @@ class GraphExecutor:
         self._groups: dict[str, str] = {}
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self._nodes: dict[str, int | None] = {}
+        self._exec_mib: dict[str, float] = {}
         self._called: dict[str, str] = {}  # why, by name of a step that is called instead of replayed
         self.stream: torch.cuda.Stream
         self._previous_stream: torch.cuda.Stream
@@ -196,13 +197,12 @@ class GraphExecutor:
             for name in self._steps:
                 if name in self._called:
                     continue
-                held, free = torch.cuda.memory_reserved(self.device), torch.cuda.mem_get_info(self.device)[0]
+                held = torch.cuda.memory_reserved(self.device)
                 capture_s = self._tried(name, lambda name: self._capture(name, pool))  # noqa: B023 - called at once
                 if name in self._called:
                     break
                 grown = torch.cuda.memory_reserved(self.device) - held
-                beside = max(0, free - torch.cuda.mem_get_info(self.device)[0] - grown)
-                captured[name] = _Captured(capture_s, grown / 2**20, beside / 2**20, self._nodes[name])
+                captured[name] = _Captured(capture_s, grown / 2**20, self._exec_mib[name], self._nodes[name])
             else:
                 return captured
             # The pool has grown for a step that will not use it.
@@ -250,7 +250,10 @@ class GraphExecutor:
                     "streams"
                 )
             with explained(name, "instantiating", self.device):
+                free = torch.cuda.mem_get_info(self.device)[0]
                 graph.instantiate()
+                upload(graph.raw_cuda_graph_exec(), self.stream.cuda_stream)
+                self._exec_mib[name] = max(0, free - torch.cuda.mem_get_info(self.device)[0]) / 2**20
         except CaptureError:
             _abandon(graph, pool, self.device)
             self.attach()  # torch before 2.15 stays where a failed capture was

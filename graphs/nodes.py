@@ -1,4 +1,5 @@
-"""How many kernels a captured graph holds, asked of the driver itself: torch tells from 2.13 on, and not everywhere."""
+"""How many kernels a captured graph holds, and its way to the device, asked of the driver itself: torch tells from 2.13 on, and
+not everywhere."""
 
 from __future__ import annotations
 
@@ -25,6 +26,13 @@ def count_kernels(graph: int) -> int | None:
             return None
         kernels += kind.value == _KERNEL
     return kernels
+
+
+def upload(executable: int, stream: int) -> bool:
+    """Puts a cudaGraphExec_t, as raw_cuda_graph_exec() gives it, on the device: the memory that its first replay would have
+    taken is taken now. False where the driver cannot be asked or will not."""
+    driver = _driver()
+    return driver is not None and not driver.cuGraphUpload(ctypes.c_void_p(executable), ctypes.c_void_p(stream))
 
 
 @cache

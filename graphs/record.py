@@ -26,7 +26,7 @@ class RecordError(ValueError):
 @dataclass(frozen=True)
 class GraphFigures:
     """One captured step. nodes: its kernels, None where they could not be counted; pool_mib: what its capture added to the
-    memory that torch holds; exec_mib: what the device had less of besides."""
+    memory that torch holds; exec_mib: what the device had less of for the executable graph."""
 
     name: str
     nodes: int | None
@@ -68,7 +68,7 @@ class BucketRecord:
 @dataclass(frozen=True)
 class Record:
     """A generation: its number in its process, its buckets, the steps that are no bucket's, seconds by phase, kernels compiled
-    anew and memory held at the end."""
+    anew and memory held at the end. exec_estimate_mib: what was expected of one executable graph."""
 
     generation: int
     buckets: tuple[BucketRecord, ...]
@@ -76,6 +76,7 @@ class Record:
     phases_s: tuple[tuple[str, float], ...] = ()
     kernels_compiled: int | None = None
     reserved_mib: float | None = None
+    exec_estimate_mib: float | None = None
 
     def bucket(self, name: str) -> BucketRecord | None:
         """The bucket of that name."""
@@ -157,6 +158,7 @@ def _to_json(record: Record) -> dict[str, Any]:
         "phases_s": dict(record.phases_s),
         "kernels_compiled": record.kernels_compiled,
         "reserved_mib": record.reserved_mib,
+        "exec_estimate_mib": record.exec_estimate_mib,
     }
 
 
@@ -174,6 +176,7 @@ def _from_json(content: dict[str, Any]) -> Record:
         phases_s=tuple(content["phases_s"].items()),
         kernels_compiled=content["kernels_compiled"],
         reserved_mib=content["reserved_mib"],
+        exec_estimate_mib=content["exec_estimate_mib"],
     )
 
 

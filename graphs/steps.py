@@ -16,8 +16,8 @@ OnFailure = Literal["stop", "eager"]
 @dataclass(frozen=True)
 class BuildReport:
     """What building one step took. pool_mib: growth of the memory that torch holds on the device, by this capture; exec_mib:
-    what the device has less of besides, for the executable graph; nodes: kernels in it, None where nobody counted. why: the
-    reason that a step is called where others are replayed."""
+    what the device has less of for the executable graph, which torch does not see; nodes: kernels in it, None where nobody
+    counted. why: the reason that a step is called where others are replayed."""
 
     name: str
     how: str  # "replayed" | "called"

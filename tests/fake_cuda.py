@@ -35,6 +35,7 @@ class FakeCuda:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.replays = 0
         self.ending_a_broken_capture_fails = False
+        self.executables_take = 0
         self._users: Counter[int] = Counter()  # of each pool
         self._captured: Counter[int] = Counter()
         self._open_captures: deque[int] = deque()
@@ -56,7 +57,7 @@ class FakeCuda:
             "synchronize": lambda device=None: None,
             "empty_cache": lambda: None,
             "memory_reserved": lambda device=None: 0,
-            "mem_get_info": lambda device=None: (3 * 2**29, 8 * 2**30),
+            "mem_get_info": lambda device=None: (3 * 2**29 - self.executables_take, 8 * 2**30),
             "graph_pool_handle": lambda: next(pools),
             "CUDAGraph": lambda keep_graph: _Graph(self),
             "graph": self._capture,
@@ -66,6 +67,7 @@ class FakeCuda:
         patch.setattr(torch._C, "_cuda_endAllocateToPool", self._end_allocating, raising=False)
         patch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: self._leave(pool), raising=False)
         patch.setattr("graphs.executor.count_kernels", lambda graph: 3)
+        patch.setattr("graphs.executor.upload", lambda executable, stream: True)
         patch.setattr("graphs.executor._make_workspaces", lambda device: None)
 
     def pools_alive(self) -> int:
@@ -108,7 +110,12 @@ class _Graph:
     def raw_cuda_graph(self) -> int:
         return 1
 
-    def instantiate(self) -> None: ...
+    def raw_cuda_graph_exec(self) -> int:
+        return 2
+
+    def instantiate(self) -> None:
+        self._cuda.executables_take += 5 * 2**20
+
     def replay(self) -> None:
         self._cuda.replays += 1
 

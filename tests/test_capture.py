@@ -45,6 +45,7 @@ def test_every_step_is_warmed_up_before_any_is_captured(cuda: FakeCuda) -> None:
     executor = executor_with(cuda, steps)
     reports = executor.build()
     assert [(report.name, report.how, report.why) for report in reports] == [(name, "replayed", "") for name in steps]
+    assert {(report.nodes, report.exec_mib) for report in reports} == {(3, 5.0)}
     assert {step.calls for step in steps.values()} == {2}  # once to warm up, once into the graph
     for name in steps:
         executor.run(name)

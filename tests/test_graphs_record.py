@@ -20,6 +20,7 @@ RECORD = Record(
     phases_s=(("compile", 1.0), ("capture", 0.5)),
     kernels_compiled=7,
     reserved_mib=2000.0,
+    exec_estimate_mib=24.0,
 )
 
 

@@ -1,5 +1,6 @@
 """Compile first, threads later: after the warm-up compiling is an error in every thread, and engines step side by side."""
 
+import _thread
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -71,6 +72,35 @@ def test_a_new_generation_may_compile_in_its_thread_alone(compiled: Any) -> None
             pass
     with no_compilation(), pytest.raises(RuntimeError, match="after the warm-up"):
         compiled(torch.ones(5))
+
+
+def test_what_autograd_runs_in_threads_of_its_own_compiles_for_a_new_generation_too(compiled: Any) -> None:
+    """On CUDA a backward pass does not run in the thread that asked for it. Threads of no Python name stand for autograd's."""
+
+    def in_autograds_thread(size: int) -> list[BaseException]:
+        raised: list[BaseException] = []
+        done = threading.Event()
+
+        def backward() -> None:
+            try:
+                compiled(torch.ones(size))
+            except BaseException as error:
+                raised.append(error)
+            done.set()
+
+        _thread.start_new_thread(backward, ())
+        assert done.wait(60)
+        return raised
+
+    with no_compilation():
+        (error,) = in_autograds_thread(6)
+        assert "after the warm-up" in str(error)
+        with compilation_allowed():
+            assert in_autograds_thread(6) == []
+            (error,) = in_threads(lambda: compiled(torch.ones(8)))
+            assert "worker 0" in str(error)
+        (error,) = in_autograds_thread(9)
+        assert "after the warm-up" in str(error)
 
 
 def test_a_compiler_that_is_loaded_later_is_watched_too() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from bench.temporary_data import write_samples
 from bench.workloads import WORKLOADS, Workload
 from buffers.shapes import Bucket
 from engine.engine import Engine
-from engine.memory_estimate import estimate
+from engine.memory_estimate import GRAPH_EXEC, estimate
 from engine.settings import load_settings
 from engine.verification import EQUAL, ROWS_TOLERANCE, Feed, verify_buckets
 from graphs.executor import CaptureError
-from graphs.nodes import count_kernels
+from graphs.nodes import count_kernels, upload
 from graphs.pool_model import MIB
 from graphs.record import read_record
 from tests.gpu.engine_helpers import BUCKETS, CUDA, Built, build, medium_config
@@ -80,6 +81,10 @@ def test_a_second_start_compiles_nothing_and_what_is_built_is_fresh(config: Path
         assert row["nodes"] > 50
         assert row["host_ms_saved"] > 0
         assert row["eager_ms"] > 0 and row["replay_ms"] > 0 and row["exec_mib"] >= 0
+        graphs = len(row["graphs"])
+        assert row["exec_mib"] <= graphs * GRAPH_EXEC / MIB, (
+            "an estimate below what is taken lets in plans that do not fit"
+        )
         assert row["worth"] != "not measured"
     assert {"compile", "capture", "verify", "measure"} <= second["phases_s"].keys()
     record = read_record(config.parent / "run")
@@ -201,6 +206,39 @@ def test_an_evaluation_of_other_code_is_found_out(built: Built, monkeypatch: pyt
         CaptureError, match=f"bucket {bucket.name}: the replay differs from the eager step in held-out "
     ):
         verify(built, bucket)
+
+
+@pytest.mark.parametrize("kernels", [500, 4000])
+def test_the_first_replay_of_a_graph_on_the_device_takes_no_more_memory(kernels: int) -> None:
+    """So exec_mib is what an executable graph takes. Prints it (pytest -s): what GRAPH_EXEC has to hold."""
+
+    def free_mib() -> float:
+        torch.cuda.synchronize()
+        return torch.cuda.mem_get_info(CUDA)[0] / MIB
+
+    x = torch.zeros(1000, device=CUDA)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x.add_(1)
+    graphs = [torch.cuda.CUDAGraph(keep_graph=True) for _ in range(4)]
+    for graph in graphs:
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(kernels):
+                x.add_(1)
+    steps = [free_mib()]
+    for graph in graphs:
+        graph.instantiate()
+        assert upload(graph.raw_cuda_graph_exec(), stream.cuda_stream)
+        steps.append(free_mib())
+    for graph in graphs:
+        graph.replay()
+    after = free_mib()
+    taken = [a - b for a, b in pairwise(steps)]
+    print(f"executable graphs of {kernels} kernels took {taken} MiB, their first replays {steps[-1] - after}")
+    assert x[0].item() == 1 + 4 * kernels
+    assert max(taken) * MIB <= GRAPH_EXEC
+    assert steps[-1] - after <= 2, "a replay's memory was not taken when it was put on the device"
 
 
 def test_kernels_of_a_graph_are_counted() -> None:
