@@ -48,7 +48,7 @@ class AdamW:
         self.lr, self.weight_decay, self.clip_norm = scalar(), scalar(), scalar()
         self.beta1, self.beta2, self.eps = scalar(), scalar(), scalar()
         self.denominator, self.grad_norm = scalar(), scalar()
-        self.step, self.skipped = scalar(torch.int64), scalar(torch.int64)
+        self.step, self.skipped, self.bad_in_row = scalar(torch.int64), scalar(torch.int64), scalar(torch.int64)
         self._scalars = torch.zeros(len(SCALARS), dtype=torch.float32, device=device)
         self.write(settings)
 
@@ -62,7 +62,8 @@ class AdamW:
         """One step from the gradient sums. Zeroes the denominator. The function that is captured.
 
         A denominator of 0 or a gradient that is not finite leaves weights, moments and the step count as they are and
-        raises `skipped`. clip_norm 0 does not clip; the factor is torch.nn.utils.clip_grad_norm_'s.
+        raises `skipped`; the latter `bad_in_row` too, which a step that is taken sets to 0. clip_norm 0 does not clip; the
+        factor is torch.nn.utils.clip_grad_norm_'s.
         """
         norm = torch.linalg.vector_norm(self._arenas.grad, dtype=torch.float32).double() / self.denominator
         ok = norm.isfinite() & (self.denominator > 0)
@@ -70,6 +71,9 @@ class AdamW:
         scale = torch.where(ok, clip / self.denominator, 0.0)
         self.step += ok
         self.skipped += ~ok
+        # Without weight there is no gradient to speak of: such a step neither adds to the bad ones nor ends them.
+        self.bad_in_row += ~ok & (self.denominator != 0)
+        self.bad_in_row *= ~ok
         self.grad_norm.copy_(norm)
         count = self.step.clamp(min=1).double()
         bias1, bias2 = 1 - self.beta1**count, 1 - self.beta2**count
@@ -90,6 +94,7 @@ class AdamW:
             "denominator",
             "step",
             "skipped",
+            "bad_in_row",
             "grad_norm",
         )
         return {name: getattr(self, name) for name in names} | {"kernel scalars": self._scalars}

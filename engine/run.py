@@ -21,6 +21,7 @@ from engine.assemble import (
     resolve_device,
     resolve_precision,
 )
+from engine.bad_steps import BadSteps
 from engine.changes import SETTINGS_FILE
 from engine.checking import StepChecks
 from engine.checkpoint import Position, check_config, load_checkpoint, save_checkpoint, save_drafter
@@ -90,6 +91,9 @@ class TrainingRun:
             self._find_start(saved)
             self.tally, self.watch = RunTally(), Watch()
             self._open_logs(parts, saved)
+            self.bad_steps = BadSteps(
+                self.engine, self.data.training, self.folder, lambda: self.settings.run.max_bad_steps
+            )
             self.checks = StepChecks(self.engine, lambda: self.settings.run.check_every)
             parts.callback(self.checks.close)
             if self._profile is not None:
@@ -125,10 +129,11 @@ class TrainingRun:
             yield batch
 
     def took(self, batches: tuple[Batch, ...]) -> None:
-        """The step over these batches was queued. Raises CheckFailed where run.check_every looks."""
+        """The step over these batches was queued. Raises CheckFailed where run.check_every looks, and TooManyBadSteps."""
         self.progress.took(batches)
         with self.watch.aside("checks"):
             self.checks.end(self.progress.step, batches, self.intake.inputs)
+        self.bad_steps.took(self.progress.step, batches)
 
     def due(self, every: int) -> bool:
         """Whether something done every so many steps is due now; 0 is never, the end does everything anyway."""

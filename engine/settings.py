@@ -24,6 +24,7 @@ from engine.settings_fields import (
 
 # gamma of the decay for a block of K tokens, from the DFlash paper (arXiv 2602.06036).
 PAPER_GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
+LEAST_GAMMA = 0.01  # exp(-1 / 0.01) is 0 in fp32, and -0 / gamma must stay a number
 SINK_NAMES = ("tensorboard", "wandb")  # what they are: engine/sinks.py
 
 
@@ -250,6 +251,11 @@ class ObjectiveSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if 0.0 < self.gamma < LEAST_GAMMA:
+            raise SettingsError(
+                f"objective.gamma: expected 0 (the paper's) or at least {LEAST_GAMMA}, found {self.gamma}, with which slot 2 "
+                "weighs nothing even in fp32. Set it higher, or model.block_size to 2 to train slot 1 alone."
+            )
         if self.ce_weight + self.kl_weight == 0.0:
             raise SettingsError("objective: expected ce_weight or kl_weight above 0, found 0 for both. Set one.")
 
@@ -396,6 +402,13 @@ class RunSettings:
         0,
         "look in every step whether the steady state keeps its promises, and compare replay and eager step every so many steps; "
         "stops at the first that is broken; `train --check` sets 20; 0 looks at nothing (docs/trouble.md)",
+        change="live",
+        low=0,
+    )
+    max_bad_steps: int = setting(
+        20,
+        "steps in a row without a finite gradient, which change nothing but a counter, after which the run stops and "
+        "bad_steps.json in run.output names their samples; 0 is never (docs/trouble.md)",
         change="live",
         low=0,
     )

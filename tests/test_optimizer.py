@@ -146,6 +146,23 @@ def test_a_step_without_weight_is_skipped_even_where_there_are_gradients() -> No
     assert (int(optimizer.step), int(optimizer.skipped)) == (0, 2)
 
 
+def test_bad_steps_in_a_row_are_counted_and_a_good_one_ends_them() -> None:
+    params, optimizer = arena_and_optimizer()
+    nan, inf = float("nan"), float("inf")
+    counted, steps = (
+        [],
+        [(1.0, 1.0), (nan, 1.0), (inf, 1.0), (0.0, 0.0), (nan, 1.0), (1.0, nan), (1.0, 1.0), (nan, 2.0)],
+    )
+    for gradient, weight in steps:
+        params.grad.fill_(gradient)
+        optimizer.denominator.fill_(weight)
+        optimizer.update()
+        counted.append(int(optimizer.bad_in_row))
+    # A step without weight neither adds to them nor ends them.
+    assert counted == [0, 1, 2, 2, 3, 4, 0, 1]
+    assert int(optimizer.skipped) == 6
+
+
 def test_warm_up_then_cosine() -> None:
     schedule = Schedule("cosine", lr=2.0, total_steps=14, warmup_steps=4, min_ratio=0.1)
     assert [schedule(step) for step in range(5)] == [0.5, 1.0, 1.5, 2.0, 2.0]
