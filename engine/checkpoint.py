@@ -1,17 +1,18 @@
-"""Training checkpoints: safetensors and JSON in a folder that appears whole or not at all.
+"""What a training checkpoint holds, and reading it; checkpoint_writer.py writes it.
 
-checkpoints/step-00000500/ holds training.safetensors (fp32 masters and moments by parameter name, the device's step count,
-metrics, the rows consumed in the epoch under way) and state.json (step, epoch, the data's size, metrics as last logged, the
-drafter's config). best/ is a drafter in the servers' layout with best.json beside it.
+checkpoints/step-00000500/ holds training.safetensors (fp32 masters, of which parameters in bf16 are the rounding, and moments by
+parameter name, the device's step count, metrics, the rows consumed in the epoch under way) and state.json: step, epoch, the
+data's size, metrics as last logged, the drafter's config, the schedule, the seed, all settings, the graphs' fingerprints, and the
+size and SHA-256 of the other file and of itself. Every random number is drawn from (seed, epoch, sample id), so the seed and the
+place in the data are all that there is to restore of randomness. Checkpoints without checksums, of earlier versions, are read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,28 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from buffers.filling import all_finite
-from buffers.manifest import make_readable, write_safetensors
+from buffers.manifest import sha256, write_safetensors
 from engine.drafter_config import DrafterConfig
 from engine.engine import Engine
 from engine.metrics import MetricSums
+from engine.publish import publish_folder
+from engine.snapshot import training_tensors
 
+FORMAT_VERSION = 1
 TRAINING_FILE, STATE_FILE, WEIGHTS_FILE, CONFIG_FILE = (
     "training.safetensors",
     "state.json",
     "model.safetensors",
     "config.json",
 )
+
+
+class DamagedCheckpoint(ValueError):
+    """why: what is wrong with the checkpoint, without its name."""
+
+    def __init__(self, folder: Path, why: object) -> None:
+        super().__init__(f"{folder}: expected a training checkpoint, found a damaged one ({why}); remove it to go on")
+        self.why = str(why)
 
 
 @dataclass(frozen=True)
@@ -56,50 +68,29 @@ class Position:
     logged: MetricSums | None = None
 
 
-def save_checkpoint(root: Path, engine: Engine, position: Position, *, keep: int) -> Path:
-    """Writes root/step-<step> and removes all but the newest `keep`. Waits for the device. Raises OSError, and
-    ValueError when a weight or moment is not finite."""
-    tensors = _training_tensors(engine)
-    tensors["consumed"] = torch.tensor(position.consumed, dtype=torch.int64).reshape(-1, 2)
-    state = {
-        "format_version": 1,
-        "step": position.step,
-        "epoch": position.epoch,
-        "data": asdict(position.data),
-        "logged": None if position.logged is None else asdict(position.logged),
-        "config": engine.config.to_json(),
-    }
-    folder = root / f"step-{position.step:08d}"
-
-    def write(into: Path) -> None:
-        on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        _refuse_nonfinite(folder, on_host)
-        write_safetensors(into / TRAINING_FILE, on_host, {"format": "pt"})
-        (into / STATE_FILE).write_text(json.dumps(state, indent=1))
-
-    for unfinished in root.glob(".step-*"):
-        shutil.rmtree(unfinished)
-    publish_folder(folder, write)
-    for old in checkpoints(root)[:-keep]:
-        shutil.rmtree(old)
-    return folder
-
-
 def checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(folder for folder in root.glob("step-*") if (folder / STATE_FILE).is_file())
+    """The folders of checkpoints, oldest first; whether they are whole is not looked at."""
+    found = (folder for folder in root.glob("step-*") if folder.name.removeprefix("step-").isdecimal())
+    return sorted((folder for folder in found if folder.is_dir()), key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def checkpoint_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return root / f"step-{step:08d}"
 
 
 def saved_config(folder: Path) -> DrafterConfig:
     """The drafter config of a training checkpoint. Raises ValueError when it is damaged."""
+    state = read_state(folder)
     try:
-        return DrafterConfig.from_json(_read_state(folder)["config"])
-    except (KeyError, TypeError) as error:
-        raise _damaged(folder, error) from error
-    except ValueError as error:
-        if str(error).startswith(str(folder)):
-            raise
-        raise _damaged(folder, error) from error
+        return DrafterConfig.from_json(state["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpoint(folder, error) from error
 
 
 def saved_weights(folder: Path) -> dict[str, Tensor]:
@@ -123,33 +114,79 @@ def check_config(folder: Path, config: DrafterConfig) -> None:
         )
 
 
+def check_whole(folder: Path) -> None:
+    """Reads all of a training checkpoint. Raises DamagedCheckpoint when a file is missing, cut off, of another format, has other
+    bytes than were written, or makes no sense."""
+    state = read_state(folder)
+    file = folder / TRAINING_FILE
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise DamagedCheckpoint(folder, f"no {TRAINING_FILE} to read: {error.strerror}") from error
+    if "files" in state:
+        try:
+            told = state["files"][TRAINING_FILE]
+            num_bytes, digest = _count(told["num_bytes"]), str(told["sha256"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedCheckpoint(folder, error) from error
+        if size != num_bytes:
+            raise DamagedCheckpoint(folder, f"{TRAINING_FILE} is cut off or grown: {size} bytes of {num_bytes}")
+        if sha256(file) != digest:
+            raise DamagedCheckpoint(folder, f"{TRAINING_FILE} has other bytes than were written: its SHA-256 differs")
+    saved_config(folder)
+    with _opened(folder) as tensors:
+        _position(folder, state, tensors.get_tensor("consumed") if "consumed" in tensors.keys() else None)  # noqa: SIM118
+
+
 def load_checkpoint(folder: Path, engine: Engine) -> Position:
     """Copies a checkpoint into the engine's arenas, addresses unchanged. Raises ValueError when it is damaged or was made
     for another drafter."""
     check_config(folder, engine.config)
     found = _read_tensors(folder)
-    state = _read_state(folder)
-    try:
-        told = dict(state["data"])
-        data = DataIdentity(digest=str(told.pop("digest")), **{name: _count(value) for name, value in told.items()})
-        position = Position(
-            _count(state["step"]),
-            _count(state["epoch"]),
-            _consumed(found.pop("consumed"), data.num_samples),
-            data,
-            None if state["logged"] is None else MetricSums(**state["logged"]),
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(folder, error) from error
-    expected = _training_tensors(engine)
+    position = _position(folder, read_state(folder), found.pop("consumed", None))
+    expected = training_tensors(engine)
     wrong = [name for name in expected if name not in found or found[name].shape != expected[name].shape]
     if wrong:
-        raise _damaged(folder, f"no {wrong[0]} of shape {tuple(expected[wrong[0]].shape)}")
+        raise DamagedCheckpoint(folder, f"no {wrong[0]} of shape {tuple(expected[wrong[0]].shape)}")
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(found[name])
         engine.params.refresh_weights()
     return position
+
+
+def seal(state: dict[str, Any]) -> str:
+    """state.json's text, with the SHA-256 of its content in it."""
+    return json.dumps(state | {"sha256": _digest(state)}, indent=1)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """state.json. Raises DamagedCheckpoint when there is none, or another than was written."""
+    try:
+        state = json.loads((folder / STATE_FILE).read_bytes())
+    except OSError as error:
+        raise DamagedCheckpoint(folder, f"no {STATE_FILE} to read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(folder, f"{STATE_FILE}: {error}") from error
+    if not isinstance(state, dict):
+        raise DamagedCheckpoint(folder, f"no {STATE_FILE} of format version {FORMAT_VERSION}")
+    version = state.get("format_version")
+    if version != FORMAT_VERSION:
+        raise DamagedCheckpoint(
+            folder, f"{STATE_FILE} of format version {version!r}, this version reads {FORMAT_VERSION}"
+        )
+    told = state.pop("sha256", None)
+    if (told is not None or "files" in state) and told != _digest(state):
+        raise DamagedCheckpoint(folder, f"{STATE_FILE} has another content than was written: its SHA-256 differs")
+    return state
+
+
+def nonfinite_error(where: Path, names: list[str]) -> ValueError:
+    """What is said of weights that are not written; names: of the tensors, at least one."""
+    return ValueError(
+        f"{where}: expected finite weights, found NaN or infinity in {names[0]} and {len(names) - 1} more; nothing was "
+        "written. Lower optimizer.lr, or go on from an earlier checkpoint"
+    )
 
 
 def save_drafter(
@@ -168,79 +205,15 @@ def save_drafter(
     def write(into: Path) -> None:
         # To the host first: a conversion on the device would allocate there, in the middle of training.
         tensors = {name: tensor.detach().cpu().to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
-        _refuse_nonfinite(folder, tensors)
+        wrong = [name for name, tensor in tensors.items() if not all_finite(tensor)]
+        if wrong:
+            raise nonfinite_error(folder, wrong)
         write_safetensors(into / WEIGHTS_FILE, tensors, {"format": "pt"})
         (into / CONFIG_FILE).write_text(json.dumps(written, indent=2) + "\n")
         for name, content in (beside or {}).items():
             (into / name).write_text(json.dumps(content, indent=1) + "\n")
 
     publish_folder(folder, write)
-
-
-def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """write(temporary folder), flush to disk, then rename: whoever looks finds the old content or the new, never a part."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    restore_folder(folder)
-    temporary = folder.with_name(f".{folder.name}.writing")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        write(temporary)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    for path in temporary.iterdir():
-        make_readable(path)
-        _flush(path)
-    _flush(temporary)
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    temporary.rename(folder)
-    _flush(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def restore_folder(folder: Path) -> None:
-    """Undoes half a publish_folder: where a process died between its two renames, the old content is put back."""
-    old = folder.with_name(f".{folder.name}.old")
-    if old.is_dir() and not folder.exists():
-        old.rename(folder)
-
-
-def _training_tensors(engine: Engine) -> dict[str, Tensor]:
-    """Everything a checkpoint restores, as views of the engine's memory."""
-    assert engine.optimizer is not None, "an engine without an optimizer has nothing to check-point"
-    params, state = engine.params, engine.optimizer.state()
-    tensors = {f"master.{name}": tensor for name, tensor in params.state().items()}
-    for kind in ("exp_avg", "exp_avg_sq"):
-        tensors |= {f"{kind}.{name}": tensor for name, tensor in params.named(state[kind])}
-    return tensors | {
-        "optimizer.step": state["step"],
-        "optimizer.skipped": state["skipped"],
-        "metrics.sums": engine.metrics.sums,
-        "metrics.slots": engine.metrics.slots,
-    }
-
-
-def _refuse_nonfinite(where: Path, tensors: dict[str, Tensor]) -> None:
-    wrong = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not all_finite(tensor)]
-    if wrong:
-        raise ValueError(
-            f"{where}: expected finite weights, found NaN or infinity in {wrong[0]} and {len(wrong) - 1} more; nothing was "
-            "written. Lower optimizer.lr, or go on from an earlier checkpoint"
-        )
-
-
-def _read_state(folder: Path) -> dict[str, Any]:
-    try:
-        state = json.loads((folder / STATE_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(folder, error) from error
-    if not isinstance(state, dict) or state.get("format_version") != 1:
-        raise _damaged(folder, f"no {STATE_FILE} of format version 1")
-    return state
 
 
 def _count(value: object) -> int:
@@ -257,21 +230,37 @@ def _consumed(tensor: Tensor, num_samples: int) -> tuple[tuple[int, int], ...]:
     return tuple((sample, piece) for sample, piece in tensor.tolist())
 
 
+def _position(folder: Path, state: dict[str, Any], consumed: Tensor | None) -> Position:
+    try:
+        if consumed is None:
+            raise ValueError("no consumed rows")
+        told = dict(state["data"])
+        data = DataIdentity(digest=str(told.pop("digest")), **{name: _count(value) for name, value in told.items()})
+        return Position(
+            _count(state["step"]),
+            _count(state["epoch"]),
+            _consumed(consumed, data.num_samples),
+            data,
+            None if state["logged"] is None else MetricSums(**state["logged"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(folder, error) from error
+
+
+def _opened(folder: Path) -> Any:
+    try:
+        return safe_open(folder / TRAINING_FILE, "pt")
+    except (OSError, SafetensorError) as error:
+        raise DamagedCheckpoint(folder, error) from error
+
+
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     try:
-        with safe_open(folder / TRAINING_FILE, "pt") as file:
+        with _opened(folder) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
     except (OSError, SafetensorError) as error:
-        raise _damaged(folder, error) from error
+        raise DamagedCheckpoint(folder, error) from error
 
 
-def _damaged(folder: Path, found: object) -> ValueError:
-    return ValueError(f"{folder}: expected a training checkpoint, found a damaged one ({found}); remove it to go on")
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _digest(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

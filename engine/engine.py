@@ -101,6 +101,7 @@ class Engine:
             self.optimizer.denominator if self.optimizer else torch.zeros((), dtype=torch.float64, device=device)
         )
         self._first = True
+        self._read: torch.cuda.Event | None = None
         self._scalars = {
             name: torch.zeros((), dtype=torch.float32, device=device) for name in ("ce_weight", "kl_weight", "gamma")
         }
@@ -229,9 +230,14 @@ class Engine:
     def update(self, lr: float) -> None:
         """One optimizer step from the gradients added up since the last one. lr is written on the stream: no wait."""
         assert self.optimizer is not None, "the engine was built without an optimizer"
+        self._wait_until_read()
         self.optimizer.lr.fill_(lr)
         self.executor.run("update")
         self._first = True
+
+    def hold_update(self, read: torch.cuda.Event) -> None:
+        """The next update begins, on the device, only after this event: somebody is reading masters and moments until then."""
+        self._read = read
 
     def zero_(self) -> None:
         """Forgets gradients, the step's weight and all metrics."""
@@ -316,8 +322,14 @@ class Engine:
         )
         return assemble(lasting, options, executor, number)
 
+    def _wait_until_read(self) -> None:
+        if self._read is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._read)  # the host goes on
+            self._read = None
+
     def _build(self, generation: Generation) -> list[BuildReport]:
         options = generation.options
+        self._wait_until_read()  # an update is among the steps that are warmed up
         with self.untouched():
             provided = [provide for provide in (options.inputs, options.eval_inputs) if provide is not None]
             for provide in provided:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from buffers.dataset import load_target_tensors
-from engine.checkpoint import TRAINING_FILE, checkpoints, save_drafter, saved_config, saved_weights
+from engine.checkpoint import TRAINING_FILE, check_whole, save_drafter, saved_config, saved_weights
+from engine.checkpoint_choice import newest_whole
 from engine.drafter_config import DrafterConfig, load_drafter_config, read_drafter_json
 from engine.drafter_files import INDEX_FILE, WEIGHTS_FILE, read_tensors
 from engine.params import check_tensors, parameter_shapes
@@ -122,6 +123,7 @@ def load_trained(source: Path, num_target_layers: int | None = None) -> tuple[Pa
     and the folder it was found in. num_target_layers: see load_drafter_config. Raises ValueError."""
     chosen = find_trained(source)
     if (chosen / TRAINING_FILE).is_file():
+        check_whole(chosen)
         config, weights = saved_config(chosen), saved_weights(chosen)
         check_tensors(str(chosen / TRAINING_FILE), parameter_shapes(config), weights)
     else:
@@ -131,10 +133,12 @@ def load_trained(source: Path, num_target_layers: int | None = None) -> tuple[Pa
 
 def find_trained(source: Path) -> Path:
     """The folder that load_trained reads. Raises ValueError when there is none."""
-    best, saved = source / "best", checkpoints(source / "checkpoints")
-    for folder in (source, best, *reversed(saved[-1:])):
+    for folder in (source, source / "best"):
         if any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE, TRAINING_FILE)):
             return folder
+    found = newest_whole(source / "checkpoints")
+    if found is not None:
+        return found.folder
     raise ValueError(
         f"{source}: expected a run's folder, a checkpoint or a drafter, found none of best/{WEIGHTS_FILE}, "
         f"checkpoints/step-*/{TRAINING_FILE}, {WEIGHTS_FILE}"

@@ -12,9 +12,10 @@ from buffers.manifest import TARGET_FILE
 from buffers.shapes import Bucket
 from buffers.staging import InputPipeline
 from engine.assemble import make_batch_plan
-from engine.checkpoint import restore_folder, save_drafter
+from engine.checkpoint import save_drafter
 from engine.data_source import open_data
 from engine.engine import Engine
+from engine.publish import restore_folder
 from engine.reports import without_nan
 from engine.settings import Settings
 from engine.target_weights import fingerprint, with_target

@@ -90,6 +90,25 @@ def check_tensors(
         )
 
 
+def arena_size(config: DrafterConfig) -> int:
+    """Numbers in each arena of a drafter's parameters, padding included."""
+    return _layout(parameter_shapes(config))[2]
+
+
+def _layout(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, int], int, int]:
+    """Where each parameter begins, how many numbers in front have weight decay, and how many there are."""
+    offsets: dict[str, int] = {}
+    end, num_decayed = 0, 0
+    for name, shape in shapes.items():
+        if not name.endswith(("k_proj.weight", "v_proj.weight", "up_proj.weight")):
+            end = round_up(end, _ALIGN)
+        if len(shape) == 1 and not num_decayed:
+            num_decayed = end
+        offsets[name] = end
+        end += torch.Size(shape).numel()
+    return offsets, num_decayed, round_up(end, _SHARD)
+
+
 class ParamArena:
     """Owns every trainable number. Addresses never change after construction; load_ and the update write in place."""
 
@@ -104,16 +123,7 @@ class ParamArena:
     ) -> None:
         """trainable = False leaves out master and moments (evaluation, forward + backward benchmarks)."""
         self.shapes = parameter_shapes(config)
-        self._offsets: dict[str, int] = {}
-        end, self.num_decayed = 0, 0
-        for name, shape in self.shapes.items():
-            if not name.endswith(("k_proj.weight", "v_proj.weight", "up_proj.weight")):
-                end = round_up(end, _ALIGN)
-            if len(shape) == 1 and not self.num_decayed:
-                self.num_decayed = end
-            self._offsets[name] = end
-            end += torch.Size(shape).numel()
-        self.size = round_up(end, _SHARD)
+        self._offsets, self.num_decayed, self.size = _layout(self.shapes)
         self.weight = torch.zeros(self.size, dtype=dtype, device=device)
         self.grad = torch.zeros(self.size, dtype=grad_dtype, device=device)
         self.gradient_sums = GradientSums()

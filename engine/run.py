@@ -11,7 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from torch import Tensor
+
 from buffers.batching import Batch
+from buffers.host_memory import HostMemory
 from buffers.stages import stage
 from engine.assemble import (
     drafter_config,
@@ -24,7 +27,8 @@ from engine.assemble import (
 from engine.bad_steps import BadSteps
 from engine.changes import SETTINGS_FILE
 from engine.checking import StepChecks
-from engine.checkpoint import Position, check_config, load_checkpoint, save_checkpoint, save_drafter
+from engine.checkpoint import Position, check_config, load_checkpoint, save_drafter
+from engine.checkpoint_choice import Found, newest_whole, set_aside
 from engine.compile_cache import use_compile_cache
 from engine.config_file import ConfigFile
 from engine.data_feed import Progress, beginning, carried_over, count_steps
@@ -45,14 +49,15 @@ from engine.reconfigure import follow, reconfigure
 from engine.reports import MetricsLog, make_console, write_buffers
 from engine.run_folder import alone_in, prepare_output
 from engine.run_log import RunLog
+from engine.run_saving import RunSaving, changed_since
 from engine.run_tally import RunTally
 from engine.run_words import held_out_too_long, say_end, say_plan
 from engine.settings import Settings
 from engine.sinks import Sinks, require_sinks
+from engine.snapshot import Snapshot
 from engine.turns import short_turns
 from engine.watch import Watch
 from engine.watchdog import Watchdog
-from graphs.capture_errors import CaptureError
 from graphs.compile_ban import no_compilation
 from graphs.guards import Counters
 from graphs.record import write_record
@@ -77,16 +82,17 @@ class TrainingRun:
         self.console = make_console(stderr=True, quiet=quiet)
         self.display = Display(self.console, live=not quiet and self.console.is_terminal and sys.stderr.isatty())
         self._began_s = time.perf_counter()
-        self._saved_step = -1
         self.laps = Laps()
         self._profile = StepProfile(profile, self.say) if profile is not None else None
         with ExitStack() as parts:
             self._assemble(parts)
-            saved = prepare_output(self.folder, resume=resume)
+            prepare_output(self.folder, resume=resume)
             parts.enter_context(alone_in(self.folder))
+            saved = newest_whole(self.folder / "checkpoints")
             if saved is not None:
-                check_config(saved, self.engine.config)
+                check_config(saved.folder, self.engine.config)
             say_plan(self)
+            self.saving.say_size()
             self.make_ready(self.intake, self.laps)
             self._find_start(saved)
             self.tally, self.watch = RunTally(), Watch()
@@ -113,6 +119,7 @@ class TrainingRun:
             for batches in self.intake.start(start, self.total_steps, self.settings.run.accumulation):
                 with self._recorded():
                     yield batches
+                self.saving.writer.raise_failure()
                 self.display.step(self.progress.step, self.total_steps)
                 if self.start is not start:
                     break
@@ -162,14 +169,13 @@ class TrainingRun:
 
     @stage("checkpoint")
     def save(self) -> None:
-        """A checkpoint of everything, unless there is one of this step."""
-        if self.progress.step == self._saved_step:
-            return
-        self.run_log.write()  # a line that waits for its numbers would be lost with the process
-        position = self.progress.position(self.run_log.sums)
-        with self.watch.aside("checkpoints"):
-            save_checkpoint(self.folder / "checkpoints", self.engine, position, keep=self.settings.run.keep)
-        self._saved_step = self.progress.step
+        """Begins a checkpoint of everything, unless there is one of this step; it is written while the training goes on."""
+        self.saving.save()
+
+    @stage("checkpoint")
+    def save_now(self) -> None:
+        """The same, and waits until it is on disk."""
+        self.saving.save_now()
 
     def follow_config(self) -> None:
         """Takes over what the settings file says by now, if it was changed, and otherwise says why not."""
@@ -186,7 +192,7 @@ class TrainingRun:
     def stop_if_interrupted(self) -> None:
         """After a first Ctrl-C or SIGTERM: a checkpoint, then KeyboardInterrupt. A second one ends at once."""
         if self.interrupts.seen:
-            self.save()
+            self.save_now()
             self.say(f"checkpoint of step {self.progress.step} saved: the same command goes on from it")
             raise KeyboardInterrupt
 
@@ -205,7 +211,7 @@ class TrainingRun:
         counters = Counters.read(engine.device) - self.counters - self.checks.aside
         if self._evaluation.get("step") != step:
             self.evaluate()
-        self.save()
+        self.save_now()
         save_drafter(self.folder / "drafter", engine.config, engine.params.state())
         rows = self.tally.rows(engine)
         self.display.stop()
@@ -245,20 +251,14 @@ class TrainingRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        step = self.progress.step
-        if (
-            isinstance(error, ValueError | OSError | CaptureError)
-            and max(self._saved_step, 0) < step < self.total_steps
-        ):
-            # In the middle of the run what came to grief is data, a disk or the graphs; the steps before it are whole.
-            with suppress(OSError, ValueError):
-                self.save()
-                self.say(f"checkpoint of step {self.progress.step} saved before the error below")
-        with suppress(OSError):  # the disk may be what came to grief
-            self.run_log.ended(step, error)
-        # The loaders first: they copy to a device whose graphs are about to go.
-        self.intake.stop()
-        self._parts.close()
+        try:
+            self.saving.end(error)
+        finally:
+            with suppress(OSError):  # the disk may be what came to grief
+                self.run_log.ended(self.progress.step, error)
+            # The loaders first: they copy to a device whose graphs are about to go.
+            self.intake.stop()
+            self._parts.close()
 
     def _recorded(self) -> AbstractContextManager[None]:
         if self._profile is None:
@@ -282,6 +282,8 @@ class TrainingRun:
         use_compile_cache(settings, device, self.say)
         data = open_training_data(settings.data.folders, settings)
         config = drafter_config(settings, data.info)
+        memory = HostMemory(Snapshot.nbytes(config), device)
+        parts.callback(memory.close)
         self.data = RunData(data, open_held_out(settings, data), config, device, precision)
         target = frozen_target(settings, data)
         self.laps.end("data")
@@ -295,22 +297,29 @@ class TrainingRun:
         self.engine = Engine(config, target, optimizer=settings.optimizer, **options)
         parts.callback(self.engine.close)
         self.engine.params.load_(weights)
+        self.saving = RunSaving(self, memory)
         self.laps.end("memory")
 
-    def _find_start(self, saved: Path | None) -> None:
+    def _find_start(self, saved: Found | None) -> None:
         """The step and place in the data to start from, the checkpoint's content with it, and how many steps there will be."""
         data, batches = self.data.training, self.intake.plan.batches
         start = beginning(data, batches)
         if saved is not None:
             captured = lasting_addresses(self.engine)
-            position = load_checkpoint(saved, self.engine)
+            position = load_checkpoint(saved.folder, self.engine)
             refuse_moved(self.engine, captured)
             start = carried_over(position, data, batches, self.settings.data.too_long)
-            self._saved_step = start.step
+            self.saving.writer.on_disk = start.step
+            for folder, why in saved.passed_over:
+                self.say(f"{folder} is passed over and set aside: {why}")
+            set_aside(saved)
             if self.intake.held_out is not None:
                 self.intake.held_out.go_on()
             ignored = "; model.init is not read: the weights are the checkpoint's" if self.settings.model.init else ""
-            self.say(f"going on from {saved}{ignored}")
+            self.say(f"going on from {saved.folder}{ignored}")
+            changed = changed_since(saved.folder, self)
+            if changed:
+                self.say(changed)
         self.begin_at(start)
 
     def begin_at(self, start: Position) -> None:
@@ -344,9 +353,13 @@ class TrainingRun:
         temporary.write_text(self.settings.to_toml())
         temporary.replace(self.folder / SETTINGS_FILE)
         write_record(self.folder, self.graphs)
-        write_buffers(self.folder / "buffers.txt", self.intake.named_buffers() + engine_buffers(self.engine))
+        write_buffers(self.folder / "buffers.txt", self._named_buffers())
 
-    def _open_logs(self, parts: ExitStack, saved: Path | None) -> None:
+    def _named_buffers(self) -> list[tuple[str, dict[str, Tensor]]]:
+        snapshot = ("snapshot on the host", self.saving.snapshot.buffers())
+        return [*self.intake.named_buffers(), *engine_buffers(self.engine), snapshot]
+
+    def _open_logs(self, parts: ExitStack, saved: Found | None) -> None:
         self.write_description()
         start_step = self.start.step if saved else 0
         sinks = Sinks(self.folder, self.settings, start_step, self.say)
@@ -360,7 +373,7 @@ class TrainingRun:
             tell=lambda record: self.display.figures(record, self.total_steps),
             logged=self.start.logged,
         )
-        why = "a new run" if saved is None else f"going on from {saved.name}"
+        why = "a new run" if saved is None else f"going on from {saved.folder.name}"
         self.run_log.started(self.start.step, self.total_steps, self.laps.seconds, why)
         self._evaluation = self.metrics_file.last("eval_loss")
         self._write_left_out([])

@@ -13,9 +13,9 @@ from engine.checkpoint import checkpoints
 from engine.settings_fields import SettingsError
 
 
-def prepare_output(folder: Path, *, resume: bool) -> Path | None:
-    """The newest checkpoint in `folder`, which exists and can be written to afterwards; None for a new run. Raises
-    SettingsError when it cannot be written to or holds a run that is not to be gone on with."""
+def prepare_output(folder: Path, *, resume: bool) -> None:
+    """`folder` exists and can be written to afterwards. Raises SettingsError when it cannot be written to or holds a run that is
+    not to be gone on with."""
     saved = checkpoints(folder / "checkpoints")
     if saved and not resume:
         raise SettingsError(
@@ -33,7 +33,6 @@ def prepare_output(folder: Path, *, resume: bool) -> Path | None:
         raise SettingsError(
             f"run.output: expected a folder that can be written to, found {folder} ({error.strerror}); choose another"
         ) from error
-    return saved[-1] if saved else None
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def checkpoint_tensors(output: Path, step: int) -> dict[str, Tensor]:
 
 def steps_of(output: Path) -> list[int]:
     """The steps that have a checkpoint, ascending."""
-    return sorted(int(folder.name.removeprefix("step-")) for folder in (output / "checkpoints").iterdir())
+    return sorted(int(folder.name.removeprefix("step-")) for folder in (output / "checkpoints").glob("step-*"))
 
 
 def rows_of(data: Path) -> int:

@@ -30,12 +30,15 @@ from tests.run_helpers import (
     metrics,
     run,
     run_settings,
+    steps_of,
     tokens_of_epoch,
     training_dataset,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parent.parent
+# A schedule that does not ask how many epochs there will be.
+CONSTANT = ("optimizer.schedule=constant", "optimizer.warmup_ratio=0")
 
 
 @pytest.fixture
@@ -210,14 +213,88 @@ def test_a_checkpoint_of_another_drafter_or_of_other_data_is_refused(data: Path,
     assert files_under(tmp_path / "run") == before
 
 
-@pytest.mark.parametrize("file", ["state.json", "training.safetensors"])
-def test_a_damaged_checkpoint_is_named(data: Path, tmp_path: Path, file: str) -> None:
+def cut(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def set_version(file: Path) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format_version": 2}))
+
+
+def set_step(file: Path) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"step": 9}))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "why"),
+    [
+        ("state.json", cut, "state.json: "),
+        ("state.json", Path.unlink, "no state.json to read: No such file"),
+        ("state.json", set_version, "state.json of format version 2, this version reads 1"),
+        ("state.json", set_step, "state.json has another content than was written: its SHA-256 differs"),
+        ("training.safetensors", cut, "training.safetensors is cut off or grown: "),
+        ("training.safetensors", Path.unlink, "no training.safetensors to read: No such file"),
+        ("training.safetensors", flip, "training.safetensors has other bytes than were written: its SHA-256 differs"),
+    ],
+    ids=["cut state", "no state", "other format", "other state", "cut tensors", "no tensors", "a bit of the tensors"],
+)
+def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_which_it_passes_over(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, damage: Any, why: str
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run(data, whole, *CONSTANT)
+    run(data, broken, "run.epochs=1", *CONSTANT)
+    checkpoints = broken / "checkpoints"
+    damage(checkpoints / "step-00000010" / file)
+    capsys.readouterr()
+    run(data, broken, "run.keep=9", *CONSTANT)
+    said = capsys.readouterr().err
+    assert f"step-00000010 is passed over and set aside: {why}" in said
+    assert (
+        "going on from " in said
+        and "step-00000008\nsettings changed since then: run.epochs 1 -> 2, run.keep 2 -> 9" in said
+    )
+    assert_same_bits(checkpoint_tensors(broken, 20), checkpoint_tensors(whole, 20))
+    assert [line["loss"] for line in metrics(broken) if line.get("step") == 12] == [
+        line["loss"] for line in metrics(whole) if line.get("step") == 12
+    ]
+    assert (checkpoints / "passed-over-step-00000010").is_dir()
+    assert steps_of(broken) == [8, 12, 16, 20]
+
+
+def test_without_a_whole_checkpoint_nothing_is_begun_anew(data: Path, tmp_path: Path) -> None:
     run(data, tmp_path / "run", "run.epochs=1")
-    folder = tmp_path / "run" / "checkpoints" / "step-00000010"
-    content = (folder / file).read_bytes()
-    (folder / file).write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match="step-00000010: expected a training checkpoint, found a damaged one"):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    flip(checkpoints / "step-00000010" / "training.safetensors")
+    cut(checkpoints / "step-00000008" / "training.safetensors")
+    before = files_under(tmp_path / "run")
+    both = "step-00000010: training.safetensors has other bytes .*; step-00000008: training.safetensors is cut off"
+    with pytest.raises(ValueError, match=f"expected a checkpoint to go on from, found none that is whole .{both}"):
         run(data, tmp_path / "run")
+    assert files_under(tmp_path / "run") == before
+
+
+def made_by_an_earlier_version(folder: Path, **changes: Any) -> None:
+    """Takes out what came later, checksums among it."""
+    state = json.loads((folder / "state.json").read_text())
+    for name in ("schedule", "seed", "settings", "fingerprints", "files", "sha256"):
+        del state[name]
+    (folder / "state.json").write_text(json.dumps(state | changes))
+
+
+def test_a_checkpoint_without_checksums_is_gone_on_from(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "whole", *CONSTANT)
+    run(data, tmp_path / "run", "run.epochs=1", *CONSTANT)
+    made_by_an_earlier_version(tmp_path / "run" / "checkpoints" / "step-00000010")
+    run(data, tmp_path / "run", *CONSTANT)
+    assert_same_bits(checkpoint_tensors(tmp_path / "run", 20), checkpoint_tensors(tmp_path / "whole", 20))
 
 
 def test_checkpoints_that_were_not_finished_are_cleared_away(data: Path, tmp_path: Path) -> None:
@@ -295,19 +372,20 @@ def test_lines_of_metrics_that_are_none_are_dropped(data: Path, tmp_path: Path) 
     ],
 )
 def test_a_state_with_wrong_values_is_named(data: Path, tmp_path: Path, change: dict[str, Any]) -> None:
-    run(data, tmp_path / "run", "run.epochs=1")
-    file = tmp_path / "run" / "checkpoints" / "step-00000010" / "state.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ValueError, match="step-00000010: expected a training checkpoint, found a damaged one"):
+    run(data, tmp_path / "run", "run.epochs=1", "run.keep=1")
+    made_by_an_earlier_version(tmp_path / "run" / "checkpoints" / "step-00000010", **change)
+    with pytest.raises(ValueError, match="found none that is whole .step-00000010: "):
         run(data, tmp_path / "run")
 
 
 @pytest.mark.parametrize("consumed", [[[999, 0]], [[-1, 0]], [3, 4], [[0.5, 0.0]]])
 def test_consumed_rows_that_there_are_not(data: Path, tmp_path: Path, consumed: list[Any]) -> None:
-    run(data, tmp_path / "run", "run.epochs=1")
-    file = tmp_path / "run" / "checkpoints" / "step-00000010" / "training.safetensors"
+    run(data, tmp_path / "run", "run.epochs=1", "run.keep=1")
+    folder = tmp_path / "run" / "checkpoints" / "step-00000010"
+    made_by_an_earlier_version(folder)
+    file = folder / "training.safetensors"
     save_file(load_file(file) | {"consumed": torch.tensor(consumed)}, file)
-    with pytest.raises(ValueError, match="step-00000010: expected a training checkpoint, found a damaged one"):
+    with pytest.raises(ValueError, match="found none that is whole .step-00000010: consumed "):
         run(data, tmp_path / "run")
 
 

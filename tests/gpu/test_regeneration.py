@@ -17,10 +17,13 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from buffers.dataset_writer import DatasetWriter
+from buffers.host_memory import HostMemory
 from buffers.shapes import Bucket
-from engine.checkpoint import DataIdentity, Position, load_checkpoint, save_checkpoint
+from engine.checkpoint import DataIdentity, Position, checkpoint_folder, load_checkpoint
+from engine.checkpoint_writer import CheckpointWriter
 from engine.run import TrainingRun
 from engine.settings import ObjectiveSettings, OptimizerSettings
+from engine.snapshot import Snapshot
 from engine.warm_up import warm_up
 from graphs.compile_ban import no_compilation
 from graphs.executor import CaptureError, GraphExecutor
@@ -134,7 +137,12 @@ def test_what_a_checkpoint_restores_is_what_the_graphs_go_on_with(built: Built, 
     engine = built.engine
     fifty_steps(built)
     position = Position(50, 0, (), DataIdentity(1, 1, "", 1))
-    folder = save_checkpoint(tmp_path, engine, position, keep=1)
+    memory = HostMemory(Snapshot.nbytes(engine.config), CUDA)
+    writer = CheckpointWriter(tmp_path, Snapshot(engine, memory), engine.config)
+    writer.save(position, {}, keep=1)
+    writer.wait()
+    memory.close()
+    folder = checkpoint_folder(tmp_path, 50)
     first = fifty_steps(built, seed=4)
     load_checkpoint(folder, engine)
     assert engine.optimizer is not None and int(engine.optimizer.step) == 50

@@ -1,0 +1,67 @@
+"""A folder that appears whole or not at all, whenever the process or the machine dies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from buffers.manifest import make_readable
+
+
+def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """write(temporary folder), flush to disk, then rename: whoever looks finds the old content or the new, never a part. The
+    temporary folder of a write that raises is removed."""
+    _make_parents(folder.parent)
+    restore_folder(folder)
+    temporary = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        write(temporary)
+        for path in temporary.iterdir():
+            make_readable(path)
+            _flush(path)
+        _flush(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    _flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_folder(folder: Path) -> None:
+    """Undoes half a publish_folder: where a process died between its two renames, the old content is put back."""
+    old = folder.with_name(f".{folder.name}.old")
+    if old.is_dir() and not folder.exists():
+        old.rename(folder)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder at once for whoever looks; what a death leaves of it bears a dot and no longer its name."""
+    going = folder.with_name(f".{folder.name}.removing")
+    shutil.rmtree(going, ignore_errors=True)
+    folder.rename(going)
+    shutil.rmtree(going)
+
+
+def _make_parents(folder: Path) -> None:
+    """The folder and those above it, on disk: an entry that is not flushed is lost with the power, and what lies under it."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
