@@ -9,6 +9,21 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+# Commands of the pages that are not ours and that no test runs, by their first words, and why not.
+NOT_RUN = {
+    ("python3", "-m", "venv"): "the tests run in an environment",
+    ("source",): "the same",
+    ("pip", "install"): "needs the network",
+    (".venv/bin/pip", "install"): "needs the network; .ci/run runs README's line",
+    (".venv/bin/python", "-m", "pytest"): "is these tests",
+    ("git", "clone"): "needs the network",
+    ("kill", "-HUP"): "needs a process; tests/test_reconfigure.py sends the signal",
+    ("vllm", "serve"): "needs vLLM and a GPU",
+    ("python", "-m", "sglang.launch_server"): "needs SGLang and a GPU",
+    ("python", "convert_hf_to_gguf.py"): "needs llama.cpp",
+    ("llama-server",): "needs llama.cpp",
+}
+
 
 @dataclass(frozen=True)
 class Block:
