@@ -33,7 +33,7 @@ class StepChecks:
         self._engine, self._every = engine, every
         self.aside = Counters(0, 0)  # what looking itself took
         self._generation, self._places = 0, Fingerprint.of({})
-        self._active = False
+        self.active = False  # whether this step is looked at
         self._watching = ExitStack()
         self._used, self._syncs = Counters(0, 0), list[str]()
         self._bad_before = 0
@@ -42,24 +42,24 @@ class StepChecks:
 
     def begin(self) -> None:
         """A step begins."""
-        self._active = self._engine.executor.poison = self._every() > 0
+        self.active = self._engine.executor.poison = self._every() > 0
         self._used, self._syncs = Counters(0, 0), []
-        if self._active:
+        if self.active:
             with self._aside():
                 self._bad_before = self._engine.metrics.bad_micro_batches()
 
     def arrived(self, batch: Batch, inputs: InputPipeline) -> None:
         """A batch stands in the static inputs: its padding is poisoned."""
-        if self._active:
+        if self.active:
             with self._aside():
                 poison_padding(inputs.inputs(batch.bucket))
 
     def end(self, step: int, batches: Sequence[Batch], inputs: InputPipeline) -> None:
         """The step of this number was queued over these batches. Waits for the device. Raises CheckFailed."""
-        if not self._active:
+        if not self.active:
             return
         self.close()
-        self._active = False
+        self.active = False
         before = Counters.read(self._engine.device)
         try:
             with stage("check", f"step {step}"):

@@ -18,7 +18,13 @@ from engine.process_settings import ALLOCATOR, MODULE_LOADING, set_by_us
 
 _MIB = 2**20
 _WRITE_MIB = 64
-_EXTRAS = {"transformers": "hf", "pyarrow": "arrow", "matplotlib": "plots"}
+_EXTRAS = {
+    "transformers": "hf",
+    "pyarrow": "arrow",
+    "matplotlib": "plots",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+}
 
 
 @dataclass(frozen=True)

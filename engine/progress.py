@@ -62,7 +62,7 @@ class Display:
         self._record, self._total = dict(record), total
         self._batches.update({name: int(b["batches"]) for name, b in record["machine"]["buckets"].items()})
         if self._live is None:
-            self.say(step_line(record, total))
+            self.say(step_line(record, total, self._eta_s()))
         else:
             self._draw()
 
@@ -77,16 +77,20 @@ class Display:
         if self._live is None or not self._live.is_started:
             return
         self._drawn_s = time.perf_counter()
+        self._live.update(block(self._step, self._total, self._eta_s(), self._record, self._batches), refresh=True)
+
+    def _eta_s(self) -> float:
         done = self._step - (self._first_step or 0)
-        eta_s = (self._drawn_s - self._began_s) / done * (self._total - self._step) if done > 0 else math.nan
-        self._live.update(block(self._step, self._total, eta_s, self._record, self._batches), refresh=True)
+        if done <= 0:
+            return math.nan
+        return (time.perf_counter() - self._began_s) / done * (self._total - self._step)
 
 
-def step_line(record: Mapping[str, Any], total: int) -> str:
+def step_line(record: Mapping[str, Any], total: int, eta_s: float = math.nan) -> str:
     """A line of metrics in one line of text."""
     skipped = record["skipped_steps"]
     return (
-        f"step {record['step']}/{total}: loss {record['loss']:.4f}, accuracy {record['accuracy']:.3f}, "
+        f"step {record['step']}/{total}, epoch {record['epoch'] + 1}, ETA {_hours(eta_s)}: loss {record['loss']:.4f}, accuracy {record['accuracy']:.3f}, "
         f"accepted length {record['accept_len']:.3f}, {record['tokens_per_s']:,.0f} tokens/s"
         + (f", {skipped} steps skipped" if skipped else "")
     )
@@ -96,13 +100,12 @@ def block(step: int, total: int, eta_s: float, record: Mapping[str, Any], batche
     """All figures, as a few rows for a terminal. record: the last line of metrics, {} before the first; step may be ahead of
     it. batches: by bucket, of this process."""
     head = Table.grid(padding=(0, 2))
-    eta = "?" if math.isnan(eta_s) else str(timedelta(seconds=round(eta_s)))
     head.add_row(
         Text(f"step {step:,}/{total:,}", style="bold"),
         ProgressBar(total=max(1, total), completed=step, width=30),
         f"{step / max(1, total):.1%}",
         f"epoch {record['epoch'] + 1}" if record else "",
-        f"ETA {eta}",
+        f"ETA {_hours(eta_s)}",
     )
     if not record:
         return Group(head, Text("the first figures come with the first line of metrics (run.log_every)", style="dim"))
@@ -133,3 +136,7 @@ def block(step: int, total: int, eta_s: float, record: Mapping[str, Any], batche
     for name, *cells in rows:
         body.add_row(name, "   ".join(cell for cell in cells if cell))
     return Group(head, body)
+
+
+def _hours(seconds: float) -> str:
+    return "?" if math.isnan(seconds) else str(timedelta(seconds=round(seconds)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from buffers.stages import stage
 from engine.assemble import generation_options
 from engine.changes import SettingChange, change_figures, changes_between, refuse_restarts, worst
 from engine.config_file import ConfigFile
@@ -60,7 +61,8 @@ def reconfigure(run: TrainingRun, settings: Settings) -> None:
     before, laps = Counters.read(run.engine.device), Laps()
     asks, places = worst(changes), lasting_addresses(run.engine)
     if asks == "recapture":
-        _regenerate(run, settings, laps)
+        with stage("regenerate"), run.watch.aside("regeneration"):
+            _regenerate(run, settings, laps)
     run.settings = settings
     _write(run, settings)
     position = run.progress.position(run.run_log.sums)

@@ -51,7 +51,12 @@ def page(folder: Path, records: RunRecords) -> str:
         ),
         _section("Useful tokens/s of the run", _speed(records, marks)),
         _section("Useful tokens per second of device time, by bucket", _bucket_lines(records, marks)),
-        _section("Padding", line_chart([Series("padding", points(records.training, "padding"))], marks=marks)),
+        _section(
+            "Padding",
+            line_chart(
+                [Series("padding", points(records.training, "padding"))], marks=marks, form=".1%", from_zero=True
+            ),
+        ),
         _section("Memory, GiB", _memory(records, marks)),
         _section("Seconds by phase, training", _phases(records)),
         _section("Seconds by phase, before the first step", _start(records)),
@@ -115,13 +120,18 @@ def _accepted(records: RunRecords) -> str:
     found = [(k, line[-1][1]) for k, line in enumerate(lines, 1) if line[-1][1] is not None]
     bars = bar_chart([(f"slot {k}", share or 0.0, f"{share:.1%}") for k, share in found])
     note = "Share of blocks in which the slot and all before it stand, last evaluation; the sum is the accept length."
-    return f'{bars}<p class="dim">{note}</p>' if bars else ""
+    return (
+        f'{bars}<p class="dim">{note}</p>' if bars else '<p class="dim">Measured on held-out data: data.eval_path.</p>'
+    )
 
 
 def _speed(records: RunRecords, marks: Sequence[Mark]) -> str:
     mean = points(records.training, "machine", "tokens_per_s_mean")
     return line_chart(
-        [Series("now", points(records.training, "tokens_per_s")), Series("mean of the process", mean)],
+        [
+            Series("now, of the steps alone", points(records.training, "tokens_per_s")),
+            Series("mean of the process, with everything", mean),
+        ],
         marks=marks,
         form=",.0f",
     )
@@ -141,7 +151,7 @@ def _memory(records: RunRecords, marks: Sequence[Mark]) -> str:
     for name, text in (("device", "device, held by torch"), ("host", "host, resident")):
         found = points(records.training, "machine", "memory_mib", name)
         lines.append(Series(text, [(step, mib and mib / 1024) for step, mib in found]))
-    return line_chart(lines, marks=marks)
+    return line_chart(lines, marks=marks, from_zero=True)
 
 
 def _phases(records: RunRecords) -> str:

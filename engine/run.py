@@ -95,8 +95,9 @@ class TrainingRun:
             self.saving.say_size()
             self.make_ready(self.intake, self.laps)
             self._find_start(saved)
-            self.tally, self.watch = RunTally(), Watch()
+            self.tally = RunTally()
             self._open_logs(parts, saved)
+            self.watch = Watch()
             self.bad_steps = BadSteps(
                 self.engine, self.data.training, self.folder, lambda: self.settings.run.max_bad_steps
             )
@@ -138,8 +139,10 @@ class TrainingRun:
     def took(self, batches: tuple[Batch, ...]) -> None:
         """The step over these batches was queued. Raises CheckFailed where run.check_every looks, and TooManyBadSteps."""
         self.progress.took(batches)
-        with self.watch.aside("checks"):
-            self.checks.end(self.progress.step, batches, self.intake.inputs)
+        if self.checks.active:
+            self.checks.close()
+            with self.watch.aside("checks", after=self.engine.device):
+                self.checks.end(self.progress.step, batches, self.intake.inputs)
         self.bad_steps.took(self.progress.step, batches)
 
     def due(self, every: int) -> bool:
@@ -159,7 +162,7 @@ class TrainingRun:
         if held_out is None:
             return
         self.run_log.write()  # the lines stand in the order of their steps
-        with self.watch.aside("evaluation"):
+        with self.watch.aside("evaluation", after=self.engine.device):
             self._evaluation = record = held_out.evaluate(self.engine, self.progress.step)
         self.metrics_file.write(record)
         self.say(
@@ -182,7 +185,6 @@ class TrainingRun:
         if self.config is not None:
             follow(self, self.config)
 
-    @stage("regenerate")
     def reconfigure(self, settings: Settings) -> None:
         """Between two steps: goes on under these settings, from the same weights, moments and place in the data. Raises
         SettingsError for a change that no run can take over, and ValueError, CaptureError or torch.OutOfMemoryError where the
@@ -362,7 +364,7 @@ class TrainingRun:
     def _open_logs(self, parts: ExitStack, saved: Found | None) -> None:
         self.write_description()
         start_step = self.start.step if saved else 0
-        sinks = Sinks(self.folder, self.settings, start_step, self.say)
+        sinks = Sinks(self.folder, self.settings, start_step, self.say, quiet=self.console.quiet)
         parts.callback(sinks.close)
         self.metrics_file = MetricsLog(self.folder / "metrics.jsonl", resume_step=start_step, also=sinks.write)
         parts.callback(self.metrics_file.close)

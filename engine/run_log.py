@@ -45,7 +45,7 @@ class RunLog:
         self._asked: _Asked | None = None
         self._takes_part = False
         self._first_tokens = self._seen_tokens = now.sums["useful_tokens"]
-        self._began_s = self._written_s = time.perf_counter()
+        self._began_s = time.perf_counter()
 
     def started(self, step: int, total_steps: int, seconds: Mapping[str, float], why: str) -> None:
         """Notes that a process takes the run up, after what seconds by phase; a run that is at its end is left as it is."""
@@ -89,9 +89,11 @@ class RunLog:
         sums = asked.snapshot.read()
         grad_norm, skipped = asked.snapshot.beside()
         means = (sums - self.sums).means()
-        tokens_per_s = (sums.sums["useful_tokens"] - self._seen_tokens) / max(1e-9, asked.at_s - self._written_s)
+        # Now: of the steps alone. The mean has evaluations and checkpoints in it.
+        stepping_s = asked.machine["seconds"] - asked.machine["aside_s"]
+        tokens_per_s = (sums.sums["useful_tokens"] - self._seen_tokens) / max(1e-9, stepping_s)
         mean = (sums.sums["useful_tokens"] - self._first_tokens) / max(1e-9, asked.at_s - self._began_s)
-        self.sums, self._seen_tokens, self._written_s = sums, sums.sums["useful_tokens"], asked.at_s
+        self.sums, self._seen_tokens = sums, sums.sums["useful_tokens"]
         self.means = asked.head | means
         record = self.means | {
             "grad_norm": grad_norm,

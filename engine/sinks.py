@@ -25,7 +25,7 @@ class Sink(Protocol):
 class TensorBoard:
     """Event files in the run's folder; what an earlier process wrote of steps that are done again is hidden."""
 
-    def __init__(self, folder: Path, settings: Settings, start_step: int) -> None:
+    def __init__(self, folder: Path, settings: Settings, start_step: int, quiet: bool) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(
@@ -35,6 +35,7 @@ class TensorBoard:
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a process that is killed has written what metrics.jsonl has
 
     def close(self) -> None:
         self._writer.close()
@@ -44,7 +45,7 @@ class WeightsAndBiases:
     """A run there with the settings as its config; who, where to and offline or not are its own environment variables (WANDB_*).
     A process that takes up the run writes on in the same one."""
 
-    def __init__(self, folder: Path, settings: Settings, start_step: int) -> None:
+    def __init__(self, folder: Path, settings: Settings, start_step: int, quiet: bool) -> None:
         import wandb
 
         known = folder / _WANDB_ID
@@ -56,6 +57,7 @@ class WeightsAndBiases:
             name=folder.resolve().name,
             dir=str(folder),
             config=settings.to_dict(),
+            settings={"silent": True} if quiet else {},
         )
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -66,7 +68,7 @@ class WeightsAndBiases:
 
 
 # By name in run.sinks: the package that is asked for, and what opens it.
-SINKS: dict[str, tuple[str, Callable[[Path, Settings, int], Sink]]] = {
+SINKS: dict[str, tuple[str, Callable[[Path, Settings, int, bool], Sink]]] = {
     "tensorboard": ("tensorboard", TensorBoard),
     "wandb": ("wandb", WeightsAndBiases),
 }
@@ -85,14 +87,16 @@ def require_sinks(names: Sequence[str]) -> None:
 class Sinks:
     """All sinks of a run. One that fails is said and left out from there on: training goes on, metrics.jsonl has everything."""
 
-    def __init__(self, folder: Path, settings: Settings, start_step: int, say: Callable[[str], None]) -> None:
-        """Raises SettingsError when one cannot be opened."""
+    def __init__(
+        self, folder: Path, settings: Settings, start_step: int, say: Callable[[str], None], *, quiet: bool = False
+    ) -> None:
+        """quiet: what sinks say on the terminal by themselves is left out. Raises SettingsError when one cannot be opened."""
         self._say = say
         self._open: dict[str, Sink] = {}
         require_sinks(settings.run.sinks)
         for name in settings.run.sinks:
             try:
-                self._open[name] = SINKS[name][1](folder, settings, start_step)
+                self._open[name] = SINKS[name][1](folder, settings, start_step, quiet)
             except Exception as error:  # whatever a foreign library raises
                 self.close()
                 why = " ".join(str(error).split()) or type(error).__name__

@@ -32,16 +32,23 @@ class Mark:
     text: str
 
 
-def line_chart(series: Sequence[Series], *, marks: Sequence[Mark] = (), ramp: bool = False, form: str = ",.4g") -> str:
+def line_chart(
+    series: Sequence[Series],
+    *,
+    marks: Sequence[Mark] = (),
+    ramp: bool = False,
+    form: str = ",.4g",
+    from_zero: bool = False,
+) -> str:
     """The series over steps with their legend; "" when there is no point. ramp: their order is a matter of degree, and so are
-    their colours. form: of the values in the tool tips."""
+    their colours. form: of the values in the tool tips. from_zero: the axis begins there however little the values differ."""
     drawn = [(s, points) for s in series if (points := thinned(s.points))]
     if not drawn:
         return ""
     xs = [x for _, points in drawn for x, _ in points]
     ys = [y for _, points in drawn for _, y in points]
     x_low, x_high = min(xs), max(xs)
-    y_ticks = ticks(min(0.0, *ys) if min(ys) <= 0.3 * max(ys) else min(ys), max(ys))
+    y_ticks = ticks(min(0.0, *ys) if from_zero or min(ys) <= 0.3 * max(ys) else min(ys), max(ys))
     y_low, y_high = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
 
     def at(x: float, y: float) -> tuple[float, float]:

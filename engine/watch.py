@@ -30,8 +30,11 @@ class Watch:
         self._before: dict[tuple[str | int, ...], float] = {}
 
     @contextmanager
-    def aside(self, name: str) -> Iterator[None]:
-        """Around what the loop does beside its steps: its seconds count under `name`."""
+    def aside(self, name: str, *, after: torch.device | None = None) -> Iterator[None]:
+        """Around what the loop does beside its steps: its seconds count under `name`. after: what waits for this device anyway
+        does so first, so that the steps in its queue count as steps."""
+        if after is not None and after.type == "cuda":
+            torch.cuda.synchronize(after)
         began_s = time.perf_counter()
         try:
             yield
@@ -39,9 +42,9 @@ class Watch:
             self._aside_s[name] += time.perf_counter() - began_s
 
     def read(self, engine: Engine, counts: Mapping[Bucket, BucketCount], wait_ms: float) -> dict[str, Any]:
-        """Since the last reading: seconds; device_s by phase; host_s that the loop's thread spent on launching, waiting for
-        input and aside; memory_mib held now; and of each bucket batches, useful_tokens, slot_tokens, and device_ms of the
-        `timed` batches. counts and wait_ms: those of the run so far."""
+        """Since the last reading: seconds, aside_s of them beside the steps; device_s by phase; host_s that the loop's thread
+        spent on launching, waiting for input and each thing aside; memory_mib held now; and of each bucket batches,
+        useful_tokens, slot_tokens, and device_ms of the `timed` batches. counts and wait_ms: those of the run so far."""
         now_s = time.perf_counter()
         seconds, self._last_s = now_s - self._last_s, now_s
         of = engine.generation
@@ -61,13 +64,13 @@ class Watch:
                 buckets[bucket_name]["device_ms"] += device_ms
                 buckets[bucket_name]["timed"] += self._since((of, step, "timed"), spent.timed)
         host_s["waiting for input"] = self._since(("wait",), wait_ms) / 1e3
-        for name, aside_s in self._aside_s.items():
-            host_s[name] = self._since(("aside", name), aside_s)
+        asides = {name: self._since(("aside", name), aside_s) for name, aside_s in self._aside_s.items()}
         return {
             "generation": of,
             "seconds": seconds,
+            "aside_s": sum(asides.values()),
             "device_s": dict(device_s),
-            "host_s": dict(host_s),
+            "host_s": dict(host_s) | asides,
             "memory_mib": memory_mib(engine.device),
             "buckets": {name: dict(figures) for name, figures in buckets.items() if figures.get("batches")},
         }

@@ -116,4 +116,11 @@ def test_disk_limits_and_extras(tmp_path: Path) -> None:
     assert speed.write_mib_s > 0 and speed.free_gib > 0 and not list(tmp_path.iterdir())
     told = locked_memory()
     assert told["told"].startswith("no limit" if told["soft_bytes"] is None else "at most")
-    assert set(extras()) == {"transformers [hf]", "pyarrow [arrow]", "matplotlib [plots]"}
+    packages = {
+        "transformers [hf]",
+        "pyarrow [arrow]",
+        "matplotlib [plots]",
+        "tensorboard [tensorboard]",
+        "wandb [wandb]",
+    }
+    assert set(extras()) == packages

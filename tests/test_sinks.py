@@ -11,7 +11,8 @@ import pytest
 from engine.settings import SINK_NAMES, load_settings
 from engine.settings_fields import SettingsError
 from engine.sinks import SINKS, flat
-from tests.run_helpers import Killed, kill, records, run, training_dataset
+from engine.train import train
+from tests.run_helpers import Killed, kill, records, run, run_settings, training_dataset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,6 +38,8 @@ class Recorder:
     def log(self, numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
             self.add_scalar(name, value, step)
+
+    def flush(self) -> None: ...
 
     def close(self) -> None:
         self.closed += 1
@@ -104,6 +107,41 @@ def test_one_that_fails_is_left_out_and_training_goes_on(
     assert told == ["run.sinks: wandb failed and gets no more figures, training goes on: no connection to anywhere"]
     assert max(step for step, _, _ in packages["wandb"].got) == 3
     assert max(step for step, _, _ in packages["tensorboard"].got) == 10
+
+
+def test_quiet_is_quiet(
+    data: Path, tmp_path: Path, packages: dict[str, Recorder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for quiet in (False, True):
+        train(run_settings(data, tmp_path / f"run-{quiet}", "run.sinks=wandb", "run.max_steps=1"), quiet=quiet)
+    assert [opened["settings"] for opened in packages["wandb"].opened] == [{}, {"silent": True}]
+
+
+def test_the_packages_themselves(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], after_step: Any
+) -> None:
+    """Where they are installed: offline, quiet, killed and taken up again."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = run_settings(data, tmp_path / "run", "run.sinks=tensorboard,wandb", "run.epochs=1")
+    capfd.readouterr()
+    after_step(6, kill)
+    with pytest.raises(Killed):
+        train(settings, quiet=True)
+    train(settings, quiet=True)
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
+    events = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    lines = [r for r in records(tmp_path / "run") if "loss" in r]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
+        (line["step"], pytest.approx(line["loss"])) for line in lines
+    ]
+    assert "machine/device_s/update" in events.Tags()["scalars"]
+    known = (tmp_path / "run" / "wandb-id.txt").read_text().strip()
+    offline = [file.name for file in (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")]
+    assert offline == [f"run-{known}.wandb"] * 2
 
 
 @pytest.mark.parametrize("name", SINK_NAMES)

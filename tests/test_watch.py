@@ -1,6 +1,7 @@
 """What a run tells while it trains: the machine's figures, the block on a terminal, lines elsewhere, nothing with quiet."""
 
 import io
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from engine.held_out import HeldOut
+from engine.metrics import MetricsSnapshot
 from engine.progress import Display, block, step_line
-from engine.reports import make_console
+from engine.reports import MetricsLog, make_console
+from engine.run_log import RunLog
 from engine.train import train
 from engine.watch import Watch, device_share
 from graphs.timing import StepTimes
@@ -72,6 +76,56 @@ def test_lines_hold_what_the_machine_did(data: Path, tmp_path: Path) -> None:
         assert machine["memory_mib"]["host"] > 0 and machine["tokens_per_s_mean"] > 0
 
 
+def test_speed_is_that_of_the_steps_and_the_mean_has_everything_in_it(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_out = training_dataset(tmp_path / "held-out", (50,), first_sample=100)
+    evaluate = HeldOut.evaluate
+
+    def slowly(self: HeldOut, engine: Any, step: int) -> dict[str, Any]:
+        time.sleep(0.3)
+        return evaluate(self, engine, step)
+
+    monkeypatch.setattr(HeldOut, "evaluate", slowly)
+    run(data, tmp_path / "run", f"data.eval_path={held_out}", "run.eval_every=4", "run.log_every=5", "run.save_every=0")
+    lines = [record for record in records(tmp_path / "run") if "loss" in record]
+    machines = [line["machine"] for line in lines]
+    # Evaluated after steps 4, 8, 12 and 16; the last evaluation comes after the last line.
+    assert [machine["aside_s"] >= 0.3 for machine in machines] == [True] * 4
+    assert all(machine["aside_s"] == pytest.approx(machine["host_s"]["evaluation"]) for machine in machines)
+    for line, machine in zip(lines, machines, strict=True):
+        stepping_s = machine["seconds"] - machine["aside_s"]
+        assert line["tokens_per_s"] == pytest.approx(line["useful_tokens"] / stepping_s)
+    spent_s = sum(machine["seconds"] for machine in machines)
+    tokens = sum(line["useful_tokens"] for line in lines)
+    # The two clocks start one after the other.
+    assert machines[-1]["tokens_per_s_mean"] == pytest.approx(tokens / spent_s, rel=0.1)
+
+
+def test_a_line_waits_for_its_numbers_and_the_loop_does_not(data: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """As on a GPU, whose queue is behind: a line asked for is written when the next one is asked for."""
+    written: list[tuple[int, int]] = []
+    asking: list[int] = []
+    monkeypatch.setattr(MetricsSnapshot, "ready", lambda self: False)
+    ask, write = RunLog.ask, MetricsLog.write
+
+    def asked(self: RunLog, *, step: int, epoch: int, lr: float) -> None:
+        asking.append(step)
+        ask(self, step=step, epoch=epoch, lr=lr)
+
+    def wrote(self: MetricsLog, record: dict[str, Any]) -> None:
+        if "loss" in record:
+            written.append((record["step"], asking[-1]))
+        write(self, record)
+
+    monkeypatch.setattr(RunLog, "ask", asked)
+    monkeypatch.setattr(MetricsLog, "write", wrote)
+    run(data, tmp_path / "run", "run.log_every=4", "run.save_every=0")
+    assert written == [(4, 8), (8, 12), (12, 16), (16, 20), (20, 20)]
+    lines = [record for record in records(tmp_path / "run") if "loss" in record]
+    assert sum(line["useful_tokens"] for line in lines) == 2 * sum(LENGTHS)
+
+
 def test_a_generation_counts_anew() -> None:
     engine: Any = SimpleNamespace(device=torch.device("cpu"), executor=SimpleNamespace(times=StepTimes(None)))
     watch = Watch()
@@ -110,7 +164,10 @@ def test_elsewhere_it_is_lines(data: Path, tmp_path: Path, capsys: pytest.Captur
     told = capsys.readouterr().err
     assert "\x1b" not in told
     lines = [line for line in told.splitlines() if line.startswith("step ")]
-    assert len(lines) == 7 and lines[-1] == step_line(records(tmp_path / "run")[-2], 20)
+    assert len(lines) == 7 and lines[-1] == step_line(records(tmp_path / "run")[-2], 20, 0.0)
+    assert lines[0].startswith("step 3/20, epoch 1, ETA 0:0") and lines[-1].startswith(
+        "step 20/20, epoch 2, ETA 0:00:00: "
+    )
 
 
 def test_quiet_says_nothing_and_writes_everything(

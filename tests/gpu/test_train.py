@@ -25,6 +25,7 @@ from engine.model import Drafter
 from engine.optimizer import AdamW
 from engine.profiling import STEPS as STEPS_RECORDED
 from engine.profiling import WARM_UP, _all_threads
+from engine.report_page import write_report
 from engine.run import TrainingRun
 from engine.settings import Settings
 from engine.train import train
@@ -138,6 +139,18 @@ def test_a_run_is_replayed_and_costs_no_sync_no_allocation_and_no_compilation(
     assert run.verified == {row["bucket"]: None for row in figures["buckets"]}
     assert len(run.losses) == STEPS // 10
     assert run.losses[-1] < 0.8 * run.losses[0]
+
+
+@pytest.mark.parametrize("kind", ["flex", "triton"])
+def test_the_page_of_a_replayed_run(kind: str, request: pytest.FixtureRequest) -> None:
+    run: Run = request.getfixturevalue(kind)
+    page = Path(write_report(Path(run.figures["drafter"]).parent)["report"]).read_text()
+    graphs = page.split("Graphs of the last generation", 1)[1].split("</section>")[0]
+    for row in run.figures["buckets"]:
+        assert f"<td>{row['bucket']}</td><td>replayed</td><td>equal bits</td>" in graphs
+    assert "device, held by torch" in page
+    for phase in ("capture", "compile", "verify", "device: update", "device: idle", "loop: launching"):
+        assert phase in page
 
 
 def test_flex_and_triton_learn_the_same(flex: Run, triton: Run) -> None:
