@@ -90,7 +90,8 @@ def step_line(record: Mapping[str, Any], total: int, eta_s: float = math.nan) ->
     """A line of metrics in one line of text."""
     skipped = record["skipped_steps"]
     return (
-        f"step {record['step']}/{total}, epoch {record['epoch'] + 1}, ETA {_hours(eta_s)}: loss {record['loss']:.4f}, accuracy {record['accuracy']:.3f}, "
+        f"step {record['step']}/{total}, epoch {record['epoch'] + 1}, ETA {_hours(eta_s)}: "
+        f"loss {record['loss']:.4f}, accuracy {record['accuracy']:.3f}, "
         f"accepted length {record['accept_len']:.3f}, {record['tokens_per_s']:,.0f} tokens/s"
         + (f", {skipped} steps skipped" if skipped else "")
     )

@@ -148,9 +148,7 @@ def test_modules_that_are_run_exist_with_their_options(page: Path) -> None:
             file = file.with_name(f"reliability_{words.split()[0].replace('-', '_')}.py")
         source = file.read_text(encoding="utf-8") if file.exists() else words
         for option in re.findall(r"(?<!\S)--[a-z-]+", words):
-            assert re.search(rf"(?<!\S){option}\b", source.replace('"', " ")), (
-                f"{page.name}: python -m {name}{words}"
-            )
+            assert re.search(rf"(?<!\S){option}\b", source.replace('"', " ")), f"{page.name}: python -m {name}{words}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
