@@ -2,10 +2,26 @@
 
 import errno
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_WHAT_TO_DO = (
+    ((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room there"),
+    ((errno.EROFS, errno.EACCES, errno.EPERM), "Make it readable and writable"),
+    ((errno.EIO, errno.ESTALE, errno.ENODEV), "See after the disk or network behind it"),
+)
 _LESS_MEMORY = (
     "Lower buckets.token_budget, buckets.num_anchors or model.head_chunk, or free memory that other processes hold."
 )
+
+
+def leaves_steps_whole(error: BaseException | None) -> bool:
+    """Whether what came to grief in the middle of a run is data, a disk, memory or the graphs, so that the steps before it are
+    what they would have been and are worth a checkpoint."""
+    from torch import OutOfMemoryError
+
+    from buffers.staging import LoaderEnded
+    from graphs.capture_errors import CaptureError
+
+    kinds = (ValueError, OSError, MemoryError, CaptureError, OutOfMemoryError, LoaderEnded)
+    return isinstance(error, kinds)
 
 
 def message_of(error: Exception) -> str | None:
@@ -14,7 +30,9 @@ def message_of(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.strerror:
         # A write that fails knows no name: the file was opened long before.
         where = "could not write" if error.filename is None else str(error.filename)
-        hint = " Make room there; the same command goes on." if error.errno in _NO_ROOM else ""
+        hint = next(
+            (f" {words}; the same command goes on." for codes, words in _WHAT_TO_DO if error.errno in codes), ""
+        )
         return f"{where}: {error.strerror}.{hint}"
     if isinstance(error, MemoryError):
         return f"{str(error) or 'the memory of this machine is full'}. {_LESS_MEMORY}"
@@ -24,11 +42,17 @@ def message_of(error: Exception) -> str | None:
         # Whoever raised these has loaded torch already.
         from torch import OutOfMemoryError
 
+        from buffers.staging import LoaderEnded
         from engine.checking import CheckFailed
         from graphs.executor import CaptureError
 
-        if isinstance(error, CaptureError | CheckFailed):
+        if isinstance(error, CaptureError | CheckFailed | LoaderEnded):
             return str(error)
+        if "CUDA error: out of memory" in str(error):
+            # Not torch's allocator but the driver: there is no room for a context, a graph or a library's work space.
+            from engine.gpu_holders import all_holders
+
+            return f"the GPU's memory is full ({all_holders()}). End what should not run there, or take another GPU."
         # The CPU's allocator has no type of its own for a full memory.
         full = ("can't allocate memory", "Storage size calculation overflowed")
         if isinstance(error, OutOfMemoryError) or any(words in str(error) for words in full):

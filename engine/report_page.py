@@ -25,8 +25,12 @@ def write_report(folder: Path, out: Path | None = None) -> dict[str, Any]:
     records = read_records(folder / "metrics.jsonl")
     out = out or folder / "report.html"
     temporary = out.with_name(f".{out.name}.writing")
-    temporary.write_text(page(folder, records), encoding="utf-8")
-    temporary.replace(out)
+    try:
+        temporary.write_text(page(folder, records), encoding="utf-8")
+        temporary.replace(out)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(out)) from error
     make_console(stderr=True).print(f"{out}: {state_of(records)}", markup=False, soft_wrap=True)
     return {"report": str(out), "step": records.step, "state": state_of(records), "damaged_lines": records.damaged}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,16 @@ class MetricsLog:
     """metrics.jsonl of a run: one JSON object a line, flushed as it is written."""
 
     def __init__(
-        self, path: Path, *, resume_step: int, also: Callable[[Mapping[str, Any]], None] = lambda record: None
+        self,
+        path: Path,
+        *,
+        resume_step: int,
+        also: Callable[[Mapping[str, Any]], None] = lambda record: None,
+        restored: Callable[[], None] = lambda: None,
     ) -> None:
         """Lines of steps after resume_step belong to work that will be done again: they are dropped. also: gets every record
-        that is written, after the line."""
-        self._also = also
+        that is written, after the line. restored: called when the file was deleted or moved away, and is there again."""
+        self._path, self._also, self._restored = path, also, restored
         self.kept: list[dict[str, Any]] = []
         if resume_step and path.is_file():
             for line in path.read_bytes().splitlines():
@@ -87,11 +93,7 @@ class MetricsLog:
                 step = record.get("step", 0) if isinstance(record, dict) else None
                 if isinstance(step, int) and step <= resume_step:
                     self.kept.append(record)
-        # The old lines stay until the new file is whole.
-        temporary = path.with_name(f".{path.name}.writing")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
-        temporary.replace(path)
-        self._file = path.open("a")
+        self._begin("".join(json.dumps(record) + "\n" for record in self.kept))
 
     def last(self, key: str) -> dict[str, Any]:
         """The last kept record that has `key`, {} without one."""
@@ -100,13 +102,40 @@ class MetricsLog:
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends one record. A number that is not finite becomes null: JSON has no word for it."""
         record = without_nan(record)
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        if not self._path.exists():
+            self._restore()
+        with self._named():
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
         self._also(record)
 
     def close(self) -> None:
-        """Ends the file."""
-        self._file.close()
+        """Ends the file. Raises OSError where what a failed write has left cannot be written either."""
+        with self._named():
+            self._file.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # of a file that is open: it knows no name
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def _begin(self, text: str) -> None:
+        # The old lines stay until the new file is whole.
+        temporary = self._path.with_name(f".{self._path.name}.writing")
+        temporary.write_text(text)
+        temporary.replace(self._path)
+        self._file = self._path.open("a+")
+
+    def _restore(self) -> None:
+        # An open file keeps its content when its name is gone.
+        with self._file as lost:
+            lost.seek(0)
+            text = lost.read()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._begin(text)
+        self._restored()
 
 
 def without_nan(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -366,7 +366,9 @@ class TrainingRun:
         start_step = self.start.step if saved else 0
         sinks = Sinks(self.folder, self.settings, start_step, self.say, quiet=self.console.quiet)
         parts.callback(sinks.close)
-        self.metrics_file = MetricsLog(self.folder / "metrics.jsonl", resume_step=start_step, also=sinks.write)
+        self.metrics_file = MetricsLog(
+            self.folder / "metrics.jsonl", resume_step=start_step, also=sinks.write, restored=self._restore_folder
+        )
         parts.callback(self.metrics_file.close)
         self.run_log: RunLog = RunLog(
             self.engine,
@@ -379,6 +381,22 @@ class TrainingRun:
         self.run_log.started(self.start.step, self.total_steps, self.laps.seconds, why)
         self._evaluation = self.metrics_file.last("eval_loss")
         self._write_left_out([])
+
+    def _restore_folder(self) -> None:
+        """metrics.jsonl was deleted or moved away, and is there again. With it went run.output, if what describes the run is gone
+        too: that is written anew, and the folder held again."""
+        if (self.folder / SETTINGS_FILE).exists():
+            self.say(f"{self.folder / 'metrics.jsonl'} was deleted or moved away: it is there again with all its lines")
+            return
+        self._parts.enter_context(alone_in(self.folder))
+        self.write_description()
+        self._write_left_out([])
+        if self.intake.held_out is not None:
+            self.intake.held_out.best = None  # best/ went too
+        self.say(
+            f"{self.folder} was deleted or moved away while the run writes there: the folder is there again with all lines of "
+            "metrics.jsonl, and the run goes on; its checkpoints are gone until the next one, as run.save_every says"
+        )
 
     def _write_left_out(self, not_finite: Sequence[Any]) -> None:
         write_left_out(

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from buffers.host_memory import HostMemory
 from engine.checkpoint import read_state
 from engine.checkpoint_writer import CheckpointWriter
+from engine.failures import leaves_steps_whole
 from engine.run_records import table
 from engine.snapshot import Snapshot
-from graphs.capture_errors import CaptureError
 from graphs.fingerprint import BUFFERS, Fingerprint
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class RunSaving:
 
     def end(self, error: BaseException | None) -> None:
         """Where the run ends with this error: whatever is under way gets on disk, but for who asked a second time to end; and
-        where data, a disk or the graphs came to grief in the middle of the run, the steps before it do too."""
+        where data, a disk, memory or the graphs came to grief in the middle of the run, the steps before it do too."""
         run, step = self._run, self._run.progress.step
         if isinstance(error, KeyboardInterrupt):
             self.writer.abandon()
@@ -69,10 +69,7 @@ class RunSaving:
             self.writer.wait()
         except (OSError, ValueError) as failed:
             run.say(f"the last checkpoint was not written: {failed}")
-        if (
-            isinstance(error, ValueError | OSError | CaptureError)
-            and max(self.writer.on_disk, 0) < step < run.total_steps
-        ):
+        if leaves_steps_whole(error) and max(self.writer.on_disk, 0) < step < run.total_steps:
             with suppress(OSError, ValueError):
                 self.save_now()
                 run.say(f"checkpoint of step {step} saved before the error below")
