@@ -23,9 +23,6 @@ from bench.timing import matmul_tflops, median_ms, provenance
 from bench.workloads import WORKLOADS, RandomInputs
 from engine import demo
 from engine.assemble import resolve_device
-from engine.corpus import corpus_files
-from engine.corpus_extract import extract_corpus
-from engine.drafter_config import default_target_layer_ids
 from engine.engine import Engine
 from engine.export import load_drafter
 from engine.kernels import fused_ops
@@ -286,20 +283,7 @@ def run_demo_twice(out: Path, seeds: int, steps: int) -> dict[str, Any]:
     """The demo's drafter in bf16 and in fp8, the same data and seeds: held-out figures and accepted tokens."""
     device = resolve_device("cuda")
     target = load_target(demo.EMBEDDED_TARGET, device, torch.float32)
-    taps = default_target_layer_ids(target.config.num_hidden_layers, demo.NUM_TAPS)
-    for folder, split, tokens in (
-        ("data", "train", demo.DATASET_TOKENS),
-        ("held-out-data", "heldout", demo.HELD_OUT_TOKENS),
-    ):
-        extract_corpus(
-            target,
-            corpus_files(split),
-            out / folder,
-            target_layer_ids=taps,
-            max_tokens=tokens,
-            max_length=demo.CHUNK_TOKENS,
-            seed=0,
-        )
+    demo.write_datasets(target, out, seed=0)
     texts = demo.held_out_texts(target)
     rows = []
     for seed in range(seeds):

@@ -44,3 +44,27 @@ def plot_bars(
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, format="png", dpi=110)
     pyplot.close(figure)
+
+
+def plot_lines(
+    out: Path, title: str, parts: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]], *, x: str
+) -> None:
+    """Draws into the PNG `out` a part a unit, one above the other over the same x; each a name -> (x, y) of lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        len(parts), squeeze=False, sharex=True, figsize=(8, 3 * len(parts)), layout="constrained"
+    )
+    for axis, (unit, lines) in zip(axes[:, 0], parts.items(), strict=True):
+        for name, (at, values) in lines.items():
+            axis.plot(at, values, linewidth=0.8, label=name)
+        axis.set_ylabel(unit)
+        axis.legend(fontsize=8)
+    axes[0, 0].set_title(title)
+    axes[-1, 0].set_xlabel(x)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, format="png", dpi=110)
+    pyplot.close(figure)

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from buffers.dataset import DatasetInfo
 from engine.assemble import resolve_device
 from engine.bytes_vocab import encode_bytes
 from engine.corpus import corpus_files, read_documents
@@ -82,18 +83,10 @@ def run_demo(out: Path, *, steps: int, seed: int, device: str) -> dict[str, Any]
     settings = demo_settings(out, steps=steps, seed=seed, device=device)
     torch_device = resolve_device(device)
     target = load_target(EMBEDDED_TARGET, torch_device, torch.float32)
-    taps = default_target_layer_ids(target.config.num_hidden_layers, NUM_TAPS)
-    console.print(f"1/4 hidden states of the embedded target over Python's library, after layers {list(taps)}")
-    for folder, split, tokens in (("data", "train", DATASET_TOKENS), ("held-out-data", "heldout", HELD_OUT_TOKENS)):
-        info = extract_corpus(
-            target,
-            corpus_files(split),
-            out / folder,
-            target_layer_ids=taps,
-            max_tokens=tokens,
-            max_length=CHUNK_TOKENS,
-            seed=seed,
-        )
+    console.print(
+        f"1/4 hidden states of the embedded target over Python's library, after layers {list(tapped(target))}"
+    )
+    for folder, info in write_datasets(target, out, seed).items():
         console.print(
             f"    {folder}: {info.num_samples} samples, {sum(shard.num_tokens for shard in info.shards):,} tokens"
         )
@@ -136,6 +129,30 @@ def run_demo(out: Path, *, steps: int, seed: int, device: str) -> dict[str, Any]
         "metrics": str(out / "run" / "metrics.jsonl"),
         "picture": str(plot) if plot else None,
         "seconds": time.perf_counter() - began_s,
+    }
+
+
+def tapped(target: Target) -> tuple[int, ...]:
+    """The layers that the demo's drafter listens to."""
+    return default_target_layer_ids(target.config.num_hidden_layers, NUM_TAPS)
+
+
+def write_datasets(target: Target, out: Path, seed: int) -> dict[str, DatasetInfo]:
+    """The target's hidden states over Python's library, in out/data, and over files kept from training, in out/held-out-data."""
+    return {
+        folder: extract_corpus(
+            target,
+            corpus_files(split),
+            out / folder,
+            target_layer_ids=tapped(target),
+            max_tokens=tokens,
+            max_length=CHUNK_TOKENS,
+            seed=seed,
+        )
+        for folder, split, tokens in (
+            ("data", "train", DATASET_TOKENS),
+            ("held-out-data", "heldout", HELD_OUT_TOKENS),
+        )
     }
 
 

@@ -27,19 +27,24 @@ def train(
     with a checkpoint saved.
     """
     with TrainingRun(settings, resume=resume, config=config, quiet=quiet, profile=profile) as run:
-        engine = run.engine
-        for batches in run.steps():
-            for batch in run.arrivals(batches):
-                engine.micro_step(batch.bucket)
-            engine.update(run.schedule(run.progress.step))
-            run.took(batches)
+        return take_steps(run)
 
-            if run.due(run.settings.run.log_every):
-                run.log()
-            if run.due(run.settings.run.eval_every):
-                run.evaluate()
-            if run.due(run.settings.run.save_every):
-                run.save()
-            run.follow_config()
-            run.stop_if_interrupted()
-        return run.finish()
+
+def take_steps(run: TrainingRun) -> dict[str, Any]:
+    """The loop: takes the steps that are left of a run and returns its figures."""
+    engine = run.engine
+    for batches in run.steps():
+        for batch in run.arrivals(batches):
+            engine.micro_step(batch.bucket)
+        engine.update(run.schedule(run.progress.step))
+        run.took(batches)
+
+        if run.due(run.settings.run.log_every):
+            run.log()
+        if run.due(run.settings.run.eval_every):
+            run.evaluate()
+        if run.due(run.settings.run.save_every):
+            run.save()
+        run.follow_config()
+        run.stop_if_interrupted()
+    return run.finish()
