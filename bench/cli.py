@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from bench.options import measure_options, out_option, workload_option
+from bench.options import Measure, measure_options, out_option, workload_option
 from engine.cli import cli, run
 from engine.cli_options import config_option, echo_json, json_option, set_option
 from engine.settings import load_settings
@@ -28,12 +28,7 @@ def step(
     compiled: bool,
     whole: bool,
     recompute: bool,
-    config: str | None,
-    overrides: Sequence[str],
-    repeats: int,
-    as_json: bool,
-    out: Path | None,
-    plot: Path | None,
+    measure: Measure,
 ) -> None:
     """A training step eager, compiled and replayed, and the whole of it.
 
@@ -41,20 +36,12 @@ def step(
     clip and AdamW against forward and backward; the update against the copy bandwidth. Of the named workloads, or of
     every bucket of data.path; without either of W1, W2 and W3, on the CPU of the tiny one.
     """
-    settings = load_settings(config, overrides)
+    settings = measure.settings()
     from bench.step import run as run_step
 
-    figures = run_step(
-        settings,
-        workloads=workloads,
-        repeats=repeats,
-        compiled=compiled,
-        whole=whole,
-        recompute=recompute,
-        out=out,
-        plot=plot,
+    measure.tell(
+        run_step(settings, workloads=workloads, compiled=compiled, whole=whole, recompute=recompute, **measure.asked)
     )
-    echo_json(figures, as_json)
 
 
 @bench.command(short_help="Tokens/s of each bucket and of an epoch.")
@@ -82,12 +69,7 @@ def buckets(
     samples: int,
     supervised: float,
     workloads: Sequence[str],
-    config: str | None,
-    overrides: Sequence[str],
-    repeats: int,
-    as_json: bool,
-    out: Path | None,
-    plot: Path | None,
+    measure: Measure,
 ) -> None:
     """Tokens/s of each bucket and of an epoch, against padding to the longest sample and against eager steps.
 
@@ -95,7 +77,7 @@ def buckets(
     DATA those of data.path), or for a mixture of lengths on the model of one --workload (W2, on the CPU tiny). With
     buckets.packing one sample a row is timed too.
     """
-    settings = load_settings(config, overrides, folders=data)
+    settings = measure.settings(data)
     folders = () if mixture and not data else settings.data.folders
     if (not folders) != mixture:
         raise click.UsageError("Expected either DATA or --mixture, found " + ("both." if data else "neither."))
@@ -103,17 +85,11 @@ def buckets(
         raise click.UsageError("Expected at most one --workload, with --mixture. One step's speed: bench step.")
     from bench.buckets import run as run_buckets
 
-    figures = run_buckets(
-        folders or None,
-        settings,
-        samples=samples,
-        supervised=supervised,
-        workloads=workloads,
-        repeats=repeats,
-        out=out,
-        plot=plot,
+    measure.tell(
+        run_buckets(
+            folders or None, settings, samples=samples, supervised=supervised, workloads=workloads, **measure.asked
+        )
     )
-    echo_json(figures, as_json)
 
 
 @bench.command(short_help="A row through SpecForge's model and through ours.")
@@ -129,23 +105,17 @@ def buckets(
 def peers(
     specforge: Path,
     workloads: Sequence[str],
-    config: str | None,
-    overrides: Sequence[str],
-    repeats: int,
-    as_json: bool,
-    out: Path | None,
-    plot: Path | None,
+    measure: Measure,
 ) -> None:
     """A row's forward and backward through SpecForge's own training model and through ours, in turns.
 
     Both get the same weights, inputs and anchors; no speed is shown unless loss and gradients agree. Without --workload
     W1, W2 and W3, on the CPU the tiny one. docs/benchmarks.md says what of SpecForge is used and how.
     """
-    settings = load_settings(config, overrides)
+    settings = measure.settings()
     from bench.peers import run as run_peers
 
-    figures = run_peers(specforge, settings, workloads=workloads, repeats=repeats, out=out, plot=plot)
-    echo_json(figures, as_json)
+    measure.tell(run_peers(specforge, settings, workloads=workloads, **measure.asked))
 
 
 @bench.command(short_help="Each operation against its definition and torch.")
@@ -157,23 +127,17 @@ def ops(
     workloads: Sequence[str],
     only: str,
     compiled: bool,
-    config: str | None,
-    overrides: Sequence[str],
-    repeats: int,
-    as_json: bool,
-    out: Path | None,
-    plot: Path | None,
+    measure: Measure,
 ) -> None:
     """Each operation of the step and the update against its definition and torch's own.
 
     Milliseconds of forward and backward, TFLOP/s or GB/s, and the error of each, on the shapes of the named workloads;
     without one of W1, W2 and W3, on the CPU of the tiny one.
     """
-    settings = load_settings(config, overrides)
+    settings = measure.settings()
     from bench.ops import run as run_ops
 
-    figures = run_ops(settings, workloads=workloads, only=only, repeats=repeats, compiled=compiled, out=out, plot=plot)
-    echo_json(figures, as_json)
+    measure.tell(run_ops(settings, workloads=workloads, only=only, compiled=compiled, **measure.asked))
 
 
 @bench.command(short_help="Extraction, and training from its files.")
@@ -202,22 +166,17 @@ def extract(
 @measure_options(20)
 def input_(
     workloads: Sequence[str],
-    config: str | None,
-    overrides: Sequence[str],
-    repeats: int,
-    as_json: bool,
-    out: Path | None,
-    plot: Path | None,
+    measure: Measure,
 ) -> None:
     """Whether the device waits for its input: training steps with samples from disk, then from the page cache.
 
     Device idle between steps, host time of the training thread and wait for the loader, on --workload (W2, on the CPU
     tiny). Writes 2 GB to TMPDIR.
     """
-    settings = load_settings(config, overrides)
+    settings = measure.settings()
     from bench.input import run as run_input
 
-    echo_json(run_input(settings, workloads=workloads, repeats=repeats, out=out, plot=plot), as_json)
+    measure.tell(run_input(settings, workloads=workloads, **measure.asked))
 
 
 @bench.command(short_help="Throughput beside busy Python threads.")
@@ -232,23 +191,17 @@ def input_(
 def contention(
     workloads: Sequence[str],
     threads: Sequence[int],
-    config: str | None,
-    overrides: Sequence[str],
-    repeats: int,
-    as_json: bool,
-    out: Path | None,
-    plot: Path | None,
+    measure: Measure,
 ) -> None:
     """Throughput beside busy Python threads in the process, eager and replayed.
 
     Whole training steps with their input from disk, on --workload (W2, on the CPU tiny), under run.switch_interval_ms, and
     once more under Python's own 5 ms.
     """
-    settings = load_settings(config, overrides)
+    settings = measure.settings()
     from bench.contention import run as run_contention
 
-    figures = run_contention(settings, workloads=workloads, threads=threads, repeats=repeats, out=out, plot=plot)
-    echo_json(figures, as_json)
+    measure.tell(run_contention(settings, workloads=workloads, threads=threads, **measure.asked))
 
 
 @bench.command(short_help="Seconds to the first step, by phase.")
@@ -256,22 +209,17 @@ def contention(
 @measure_options(1)
 def start(
     workloads: Sequence[str],
-    config: str | None,
-    overrides: Sequence[str],
-    repeats: int,
-    as_json: bool,
-    out: Path | None,
-    plot: Path | None,
+    measure: Measure,
 ) -> None:
     """Seconds to the first step of a run with six buckets, by phase, in processes of their own.
 
     Once with empty caches of compiled kernels, then --repeats times with full ones, on --workload (W2, on the CPU tiny).
     Writes 3 GB to TMPDIR.
     """
-    settings = load_settings(config, overrides)
+    settings = measure.settings()
     from bench.start import run as run_start
 
-    echo_json(run_start(settings, workloads=workloads, repeats=repeats, out=out, plot=plot), as_json)
+    measure.tell(run_start(settings, workloads=workloads, **measure.asked))
 
 
 def main(args: Sequence[str] | None = None) -> int:
