@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.fp8_kernels import INTER, ROWS, D, kernels, matmuls, random, relative, timed
 from bench.timing import matmul_tflops, median_ms, provenance
 from bench.workloads import WORKLOADS, RandomInputs
 from engine import demo
@@ -26,7 +27,6 @@ from engine.assemble import resolve_device
 from engine.engine import Engine
 from engine.export import load_drafter
 from engine.kernels import fused_ops
-from engine.ops import fp8_norm, fp8_rows, fp8_swiglu
 from engine.ops.linear import linear
 from engine.ops.linear_fp8 import linear_fp8
 from engine.ops.norm_mlp import norm_mlp
@@ -36,131 +36,8 @@ from engine.settings import ObjectiveSettings
 from engine.target import load_target
 from engine.train import train
 
-D, INTER, ROWS = 4096, 12288, 8192
 # Of one operation's results, fp8 against bf16, relative in the 2-norm: quantising makes 0.04 to 0.07.
 MOST_APART = 0.15
-# name -> M, N, K
-MATMULS = {
-    "gate_up": (ROWS, 2 * INTER, D),
-    "gate_up dx": (ROWS, D, 2 * INTER),
-    "gate_up dw": (2 * INTER, D, ROWS),
-    "down": (ROWS, D, INTER),
-    "down dx": (ROWS, INTER, D),
-    "down dw": (D, INTER, ROWS),
-    "qkv": (ROWS, 6144, D),
-    "qkv dx": (ROWS, D, 6144),
-    "qkv dw": (6144, D, ROWS),
-    "o": (ROWS, D, D),
-    "context kv": (2048, 2048, D),
-    "fc": (2048, D, 5 * D),
-    "fc dw": (D, 5 * D, 2048),
-    "head chunk": (2048, 151936, D),
-}
-
-
-def timed(
-    name: str, step: Callable[[], object], *, flop: float = 0.0, byte: float = 0.0, capture: bool = True
-) -> dict[str, Any]:
-    """Runs, prints and returns one line; a failure is a line too. Captured, so that launching costs nothing."""
-    try:
-        ms = graph_ms(step) if capture else median_ms(step, torch.device("cuda"), repeats=10)
-    except (RuntimeError, ValueError) as error:
-        print(f"  {name:44} failed: {str(error).splitlines()[0][:150]}", flush=True)
-        return {"name": name, "error": str(error)[:300]}
-    rate = f"{flop / ms / 1e9:7.0f} TFLOP/s" if flop else f"{byte / ms / 1e6:7.0f} GB/s" if byte else ""
-    print(f"  {name:44} {ms:8.3f} ms {rate}", flush=True)
-    return {
-        "name": name,
-        "ms": ms,
-        "tflops": flop / ms / 1e9 if flop else None,
-        "gbs": byte / ms / 1e6 if byte else None,
-    }
-
-
-def graph_ms(step: Callable[[], object], calls: int = 5) -> float:
-    """Median milliseconds of a call among `calls` in a row, replayed."""
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            step()
-    return median_ms(graph.replay, torch.device("cuda"), repeats=5, warm_ups=1) / calls
-
-
-def random(*shape: int, scale: float = 1.0) -> Tensor:
-    """bf16 on the GPU."""
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|, in the 2-norm."""
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
-def matmuls() -> list[dict[str, Any]]:
-    """bf16 beside fp8 with one scale and with a scale a row, and the two ways of summing."""
-    rows = []
-    for name, (M, N, K) in MATMULS.items():
-        a, b = random(M, K), random(N, K, scale=0.02)
-        a8, b8 = fp8_rows.quantise_rows(a), fp8_rows.quantise_rows(b)
-        one = torch.ones((), device="cuda")
-        out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
-        flop = 2.0 * M * N * K
-        rows.append(timed(f"{name} {M}x{N}x{K} bf16", partial(torch.mm, a, b.t(), out=out), flop=flop))
-        for kind, scales in (("one", (one, one)), ("rows", (a8.scale, b8.scale.view(1, -1)))):
-            for fast in (True, False):
-                run = partial(
-                    torch._scaled_mm,
-                    a8.values,
-                    b8.values.t(),
-                    scales[0],
-                    scales[1],
-                    out_dtype=torch.bfloat16,
-                    use_fast_accum=fast,
-                )
-                row = timed(f"{name} fp8 {kind} {'fast' if fast else 'exact'}", run, flop=flop)
-                if kind == "rows" and "error" not in row and K >= 4096:
-                    some = slice(0, 512)
-                    exact = (
-                        (a8.values[some].double() @ b8.values[some].double().t()) * a8.scale[some] * b8.scale[some].t()
-                    )
-                    found = run()[some, some].double()
-                    row["error"] = relative(found, exact)
-                    row["shrinks"] = 1 - float((found * exact).sum() / (exact * exact).sum())
-                    print(f"{'':47} sums' error {row['error']:.1e}, shrinks {row['shrinks']:.1e}", flush=True)
-                rows.append(row)
-    return rows
-
-
-def kernels() -> list[dict[str, Any]]:
-    """What stands around the matmuls; bytes read and written once."""
-    rows = []
-    for name, R, C in (("x", ROWS, D), ("gate_up", 2 * INTER, D), ("down", D, INTER), ("dhidden", ROWS, 2 * INTER)):
-        x = random(R, C)
-        rows.append(timed(f"quantise {name} {R}x{C}", partial(fp8_rows.quantise_rows, x), byte=3.0 * R * C))
-        x8 = fp8_rows.quantise_rows(x)
-        rows.append(timed(f"turn {name} {R}x{C}", partial(fp8_rows.turned, x8), byte=2.0 * R * C))
-    stream, delta, weight = random(ROWS, D), random(ROWS, D), random(D)
-    rows.append(timed("norm", partial(fp8_norm.norm_rows, stream, delta, weight, 1e-6), byte=7.0 * ROWS * D))
-    hidden, dact = random(ROWS, 2 * INTER), random(ROWS, INTER)
-    rows.append(timed("swiglu", partial(fp8_swiglu.swiglu_rows, hidden), byte=5.0 * ROWS * INTER))
-    for whole, block, warps in (
-        (True, 0, 16),
-        (True, 0, 32),
-        (False, 1024, 4),
-        (False, 2048, 4),
-        (False, 2048, 8),
-        (False, 4096, 8),
-    ):
-        step = partial(fp8_swiglu.swiglu_backward_rows, hidden, dact, whole=whole, block=block, warps=warps)
-        how = f"whole {warps} warps" if whole else f"twice {block} {warps} warps"
-        rows.append(timed(f"swiglu backward {how}", step, byte=8.0 * ROWS * INTER))
-    grad, product = random(2 * INTER, D), random(2 * INTER, D)
-    rows.append(timed("add to the gradient arena, gate_up", partial(grad.add_, product), byte=6.0 * grad.numel()))
-    copied = torch.empty_like(hidden)
-    rows.append(timed("copy", partial(copied.copy_, hidden), byte=4.0 * hidden.numel()))
-    return rows
 
 
 def outcome(op: Callable[..., Tensor], x: Tensor, values: list[Tensor], dy: Tensor) -> dict[str, Tensor]:

@@ -85,7 +85,7 @@ class StepLog:
 
     def _stamp(self) -> Any:
         if not self._cuda:
-            return time.perf_counter() * 1e3 - waited_for_core_ms()
+            return _own_ms()
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -147,12 +147,12 @@ class Samples:
 class WatchedRun(TrainingRun):
     """A TrainingRun that notes its steps, and ends `minutes` after its warm-up, if that comes before its last step.
 
-    The warm-up is the first tenth of the steps, half a minute at most; an epoch, whose pages of the dataset are in memory from
+    The warm-up is the first tenth of the steps, warm_up_s at most; an epoch, whose pages of the dataset are in memory from
     then on; and where the settings have them, an evaluation and two checkpoints."""
 
-    def __init__(self, settings: Settings, *, minutes: float | None, every_s: float) -> None:
+    def __init__(self, settings: Settings, *, minutes: float | None, every_s: float, warm_up_s: float) -> None:
         super().__init__(settings, resume=False, quiet=True)
-        self.minutes = minutes
+        self.minutes, self.warm_up_s = minutes, warm_up_s
         self.step_log = StepLog(self.engine.device)
         self.samples = Samples(self.engine.device, every_s)
         self.warm_from: int | None = None
@@ -197,7 +197,7 @@ class WatchedRun(TrainingRun):
         run, step = self.settings.run, self.progress.step
         evaluated = self._evaluations or not run.eval_every or self.intake.held_out is None
         saved = self._checkpoints >= 2 or not run.save_every
-        enough = step >= self.total_steps // 10 or time.perf_counter() - self._began_steps_s > 30
+        enough = step >= self.total_steps // 10 or time.perf_counter() - self._began_steps_s > self.warm_up_s
         return bool(evaluated and saved and enough and self.progress.epoch > 0)
 
     def _over(self) -> bool:
@@ -207,11 +207,11 @@ class WatchedRun(TrainingRun):
 
 
 def watch(
-    settings: Settings, *, minutes: float | None = None, every_s: float = 2.0
+    settings: Settings, *, minutes: float | None = None, every_s: float = 2.0, warm_up_s: float = 30.0
 ) -> tuple[WatchedRun, dict[str, Any]]:
     """Trains as the settings say, in a run.output that holds no run, and returns the run, closed, and its figures. Raises
     ValueError when it ends before it is warm."""
-    with WatchedRun(settings, minutes=minutes, every_s=every_s) as run:
+    with WatchedRun(settings, minutes=minutes, every_s=every_s, warm_up_s=warm_up_s) as run:
         figures = take_steps(run)
     if run.warm_from is None:
         raise ValueError(
@@ -235,6 +235,16 @@ def device_mib(device: torch.device) -> tuple[float, float, float]:
     free, total = torch.cuda.mem_get_info(device)
     held, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     return held / MIB, allocated / MIB, (total - free) / MIB
+
+
+def _own_ms() -> float:
+    """The host's clock less what the thread has waited for a core."""
+    waited = waited_for_core_ms()
+    while True:
+        now, before = time.perf_counter() * 1e3, waited
+        waited = waited_for_core_ms()
+        if waited == before:  # else it waited between the two clocks
+            return now - waited
 
 
 def waited_for_core_ms() -> float:

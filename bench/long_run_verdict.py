@@ -54,7 +54,8 @@ def verdicts(log: StepLog, samples: Samples, warm_from: int, lines: list[dict[st
 
 def slow_steps(log: StepLog, warm_from: int) -> dict[str, Any]:
     """Of the steps after warm_from: how many took more than MOST_SLOWNESS times the median of their bucket, apart for those that
-    an evaluation or a checkpoint came before, and the slowest of each in such medians. The medians are those of the others."""
+    an evaluation (or both), or a checkpoint alone came before, and the slowest of each in such medians. The medians are those of
+    the others."""
     ms, bucket, aside = log.ms()[warm_from:], log.bucket()[warm_from:], log.aside()[warm_from:]
     over = np.full(len(ms), np.nan)
     medians: dict[str, float] = {}
@@ -67,7 +68,7 @@ def slow_steps(log: StepLog, warm_from: int) -> dict[str, Any]:
     for name, chosen in (
         ("steps", aside == 0),
         ("after_evaluation", (aside & EVALUATION) > 0),
-        ("after_checkpoint", (aside & CHECKPOINT) > 0),
+        ("after_checkpoint", aside == CHECKPOINT),
     ):
         here = over[chosen & ~np.isnan(over)]
         slow = int((here > MOST_SLOWNESS).sum())
@@ -132,7 +133,7 @@ def _counts(samples: Samples, warm_from: int) -> Iterator[Verdict]:
             what,
             f"{values.min():,.0f} to {values.max():,.0f}; the fewest rose by {rise:,.0f} from the first to the last quarter",
             f"{most:,.0f} more",
-            rise <= most,
+            bool(rise <= most),
         )
 
 

@@ -24,7 +24,7 @@ class Trend:
 
     def grows(self, *, tolerance: float) -> bool:
         """Rises by more than two standard errors of the slope, and by more than `tolerance` over the whole time."""
-        return self.slope_per_minute > 2 * self.standard_error and self.drift > tolerance
+        return bool(self.slope_per_minute > 2 * self.standard_error and self.drift > tolerance)
 
 
 def trend(seconds: ArrayLike, values: ArrayLike) -> Trend:

@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.fp8_kernels import bytes_off, product_off, rows_off, swiglu_ref, timed
 from buffers.shapes import Bucket
 from engine.assemble import resolve_precision
 from engine.drafter_config import DrafterConfig
 from engine.engine import Engine
 from engine.kernels import select_ops
+from engine.ops.fp8_rows import Fp8Rows
 from engine.ops.fp8_rows_ref import quantise_rows_ref, turned_ref
 from engine.ops.linear_fp8_ref import linear_fp8_ref
 from engine.ops.linear_ref import linear_ref
@@ -137,3 +139,33 @@ def test_an_engine_refuses_sizes_before_it_looks_for_a_device() -> None:
             optimizer=None,
             precision="fp8",
         )
+
+
+def test_no_speed_is_shown_for_what_is_not_the_definitions(capsys: pytest.CaptureFixture[str]) -> None:
+    def never() -> None:
+        raise AssertionError("it was run to be timed")
+
+    line = timed("turn x", never, off=lambda: 0.02, most=6e-3)
+    assert line == {"name": "turn x", "error": "off by 2.0e-02, at most 6.0e-03 was allowed; no speed is shown"}
+    assert "turn x" in capsys.readouterr().out
+    assert "off by nan" in timed("turn x", never, off=lambda: float("nan"), most=1.0)["error"]
+
+
+def test_how_far_quantised_rows_and_products_are_off() -> None:
+    x, other = uneven(40, 64, seed=0), random(24, 64, seed=2)
+    rows = Fp8Rows(*quantise_rows_ref(x))
+    assert rows_off(rows, x) == 0.0 and rows_off(Fp8Rows(rows.values, rows.scale * 2), x) == pytest.approx(1.0)
+    assert bytes_off((rows.values, rows.scale), quantise_rows_ref(x)) == 0.0
+    changed = rows.values.float()
+    changed[0, :32] += 64
+    assert bytes_off((changed, rows.scale), quantise_rows_ref(x)) == pytest.approx(32 / (40 * 64))
+    assert product_off(x @ other.t(), x, other) < 1e-6
+    assert product_off(2.02 * (x @ other.t()), x, other, 2.0) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_definition_of_swiglu_that_the_kernels_are_held_to() -> None:
+    hidden, dact = random(5, 32, seed=0), random(5, 16, seed=1)
+    act, dhidden = swiglu_ref(hidden, dact)
+    gate, up = hidden.chunk(2, dim=1)
+    torch.testing.assert_close(act, gate * torch.sigmoid(gate) * up)
+    torch.testing.assert_close(dhidden[:, 16:], dact * gate * torch.sigmoid(gate))
