@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import bench.cli  # noqa: F401
+from bench.reliability import main as reliability
 from buffers.dataset import Dataset
 from engine.cli import cli
 from engine.drafter_config import default_target_layer_ids
@@ -143,10 +144,10 @@ def test_modules_that_are_run_exist_with_their_options(page: Path) -> None:
     for name, words in re.findall(r"python -m ((?:bench|engine)\.[a-z0-9_.]+)([^`\n]*)", text):
         found = importlib.util.find_spec(name)
         assert found is not None and found.origin is not None, f"{page.name}: {name}"
-        file = Path(found.origin)
-        if name == "bench.reliability":  # a file for each of its commands
-            file = file.with_name(f"reliability_{words.split()[0].replace('-', '_')}.py")
-        source = file.read_text(encoding="utf-8") if file.exists() else words
+        source = Path(found.origin).read_text(encoding="utf-8")
+        if name == "bench.reliability":
+            command = reliability.get_command(click.Context(reliability), words.split()[0])
+            source = words if command is None else " ".join(o for parameter in command.params for o in parameter.opts)
         for option in re.findall(r"(?<!\S)--[a-z-]+", words):
             assert re.search(rf"(?<!\S){option}\b", source.replace('"', " ")), f"{page.name}: python -m {name}{words}"
 
