@@ -3,12 +3,11 @@ memory that is held after all of it."""
 
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,11 +15,11 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from buffers.dataset_writer import DatasetWriter
 from buffers.host_memory import HostMemory
 from buffers.shapes import Bucket
 from engine.checkpoint import DataIdentity, Position, checkpoint_folder, load_checkpoint
 from engine.checkpoint_writer import CheckpointWriter
+from engine.drafter_config import FULL
 from engine.run import TrainingRun
 from engine.settings import ObjectiveSettings, OptimizerSettings
 from engine.snapshot import Snapshot
@@ -29,9 +28,22 @@ from graphs.compile_ban import no_compilation
 from graphs.executor import CaptureError, GraphExecutor
 from graphs.guards import Counters
 from tests.drafter_helpers import assert_same_bits, random_weights
-from tests.gpu.engine_helpers import BUCKETS, CUDA, Built, StaticInputs, assemble, build, medium_config
+from tests.gpu.engine_helpers import (
+    BUCKETS,
+    CUDA,
+    Built,
+    StaticInputs,
+    assemble,
+    build,
+    drafters_data,
+    fifty_steps,
+    medium_config,
+    reset,
+    side_by_side,
+    state_of,
+)
 from tests.reconfigure_helpers import AfterStep, assert_same_run, events, train_edited, train_resumed
-from tests.run_helpers import LENGTHS, TARGET_CONFIG, run_settings
+from tests.run_helpers import run_settings
 
 TRITON: dict[str, Any] = {"precision": "bf16", "attention": "triton"}
 MIB = 2**20
@@ -55,37 +67,6 @@ def built(shared: Built) -> Built:
         tensor.zero_()
     engine.zero_()
     return shared
-
-
-def state_of(built: Built) -> dict[str, Tensor]:
-    engine = built.engine
-    assert engine.optimizer is not None
-    tensors = {"sums": engine.metrics.sums, "slots": engine.metrics.slots, "weight": engine.params.weight}
-    tensors |= engine.params.state() | engine.optimizer.state()
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def reset(built: Built) -> None:
-    engine = built.engine
-    assert engine.optimizer is not None
-    engine.params.load_(random_weights(engine.config))
-    for tensor in engine.optimizer.state().values():
-        tensor.zero_()
-    engine.zero_()
-
-
-def fifty_steps(built: Built, *, seed: int = 3, buckets: Sequence[Bucket] = BUCKETS) -> list[dict[str, Tensor]]:
-    """Gradients before, loss and weights after each of 50 steps of one to three micro-batches of random buckets."""
-    engine, random = built.engine, np.random.default_rng(seed)
-    seen = []
-    for step in range(50):
-        for index in random.integers(0, len(buckets), random.integers(1, 4)):
-            built.inputs.load(buckets[index], seed=int(random.integers(0, 3)))
-            engine.micro_step(buckets[index])
-        gradients = {f"grad {name}": gradient.clone() for name, gradient in engine.gradients().items()}
-        engine.update(lr=1e-3 * (1 + step % 5))
-        seen.append(gradients if step % 10 else gradients | state_of(built))
-    return [*seen, state_of(built)]
 
 
 def test_fifty_steps_over_interleaved_buckets_equal_eager_in_loss_gradients_and_weights(built: Built) -> None:
@@ -214,6 +195,22 @@ def test_twelve_buckets_are_compiled_once_and_replayed() -> None:
     made.engine.close()
 
 
+@pytest.mark.parametrize(("attention", "D"), [("triton", 320), ("flex", 384)])
+def test_what_a_new_generations_backward_pass_needs_is_compiled_in_the_middle_of_a_run(attention: str, D: int) -> None:
+    """Autograd runs it in a thread of its own. Sizes that no other test has: the kernels are not there yet."""
+    config = medium_config(hidden_size=D, intermediate_size=2 * D, layer_types=(FULL, FULL), sliding_window=None)
+    made = build(config, BUCKETS[:1], precision="bf16", attention=attention)
+    before = Counters.read(CUDA)
+    with no_compilation():
+        inputs = StaticInputs(config, BUCKETS[1:2], torch.bfloat16)
+        reports = made.engine.regenerate(buckets=BUCKETS[1:2], inputs=inputs, recompute="mlp")
+        assert (Counters.read(CUDA) - before).compilations > 0, "nothing that was forbidden was tried"
+        assert {report.how for report in reports} == {"replayed"}
+        inputs.load(BUCKETS[1], seed=0)
+        assert made.engine.verify(BUCKETS[1]) is None
+    made.engine.close()
+
+
 @pytest.mark.parametrize("order", ["beside", "after"])
 def test_an_engine_regenerates_and_falls_back_and_the_graphs_are_right(order: Any) -> None:
     config, fewer = medium_config(), BUCKETS[1:3]
@@ -243,33 +240,6 @@ def test_an_engine_regenerates_and_falls_back_and_the_graphs_are_right(order: An
         inputs.load(bucket, seed=2)
         assert_same_bits(again.replay(bucket), again.eager(bucket))
     engine.close()
-
-
-def drafters_data(path: Path) -> Path:
-    """A dataset for a drafter whose heads are wide enough for every kernel."""
-    D, V, taps = 256, 1021, (1, 3, 4)
-    sizes = {"hidden_size": D, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-    generator = torch.Generator().manual_seed(7)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    with DatasetWriter(
-        path,
-        target_name="random",
-        target_config=TARGET_CONFIG | sizes | {"head_dim": 64, "vocab_size": V},
-        hidden_size=D,
-        target_layer_ids=taps,
-        vocab_size=V,
-        mask_token_id=V - 1,
-        last_hidden_norm="pre",
-    ) as out:
-        out.write_target(draw(V, D) * 0.02, draw(V, D) * 0.02, torch.ones(D))
-        for length in LENGTHS:
-            ids = torch.arange(length, dtype=torch.int32) % 7 + 1
-            hidden, last = draw(length, len(taps) * D).bfloat16(), draw(length, D).bfloat16()
-            out.add(ids, torch.ones(length, dtype=torch.uint8), hidden, last)
-    return path
 
 
 ON_THE_GPU = ("run.device=cuda", "model.num_hidden_layers=2", "model.block_size=8", "model.attention=triton")
@@ -330,23 +300,6 @@ def test_twenty_regenerations_hold_no_more_than_a_fresh_start(data: Path, tmp_pa
     assert held[20][1] - held[2][1] <= 64, f"of the device are taken {held} MiB"
     # Nor does it creep.
     assert max(b[0] - a[0] for a, b in pairwise(held[2::2])) <= 8, held
-
-
-def side_by_side(works: Sequence[Callable[[], None]]) -> list[BaseException]:
-    raised: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return raised
 
 
 @pytest.mark.parametrize("attached", [True, False])
