@@ -15,6 +15,7 @@ from engine.verification import Mismatch, judged, verify_batch
 from graphs.compile_ban import compilation_allowed
 from graphs.fingerprint import Fingerprint, addresses
 from graphs.guards import Counters, noting_host_syncs
+from graphs.pool_poison import CLEAN, POISON
 
 _WHAT_TO_DO = "the run was stopped, without a checkpoint of this step; report this, or train without --check"
 
@@ -42,7 +43,8 @@ class StepChecks:
 
     def begin(self) -> None:
         """A step begins."""
-        self.active = self._engine.executor.poison = self._every() > 0
+        self.active = self._every() > 0
+        self._engine.executor.pool_fill = POISON if self.active else None
         self._used, self._syncs = Counters(0, 0), []
         if self.active:
             with self._aside():
@@ -70,9 +72,9 @@ class StepChecks:
                     self._compare(step, batches[-1], inputs)
                     self.compared += 1
         finally:
-            self._engine.executor.poison = False
+            self._engine.executor.pool_fill = None
         self.steps += 1
-        self.poisoned_mib = max(self.poisoned_mib, self._engine.executor.poisoned_mib)
+        self.poisoned_mib = max(self.poisoned_mib, self._engine.executor.filled_mib)
         self.aside += Counters.read(self._engine.device) - before
 
     def close(self) -> None:
@@ -148,13 +150,13 @@ class StepChecks:
         """Where the NaN is from: the step's batches once more, with poison in one place at a time."""
         engine = self._engine
         with engine.untouched(), compilation_allowed():
-            for padding, pool, told in (
-                (False, False, "the same without --check's own NaN: the training diverges"),
-                (True, False, "--check's NaN from the padding of the inputs, so a step reads it"),
-                (False, True, "--check's NaN from the graphs' pool, so a step reads memory that it has not written"),
+            for padding, pool_fill, told in (
+                (False, CLEAN, "the same without --check's own NaN: the training diverges"),
+                (True, CLEAN, "--check's NaN from the padding of the inputs, so a step reads it"),
+                (False, POISON, "--check's NaN from the graphs' pool, so a step reads memory that it has not written"),
             ):
                 engine.zero_()
-                engine.executor.poison = pool
+                engine.executor.pool_fill = pool_fill
                 for batch in batches:
                     inputs.load(batch)
                     if padding:
@@ -184,15 +186,15 @@ class StepChecks:
                 raise _failed(step, "the same numbers whatever padding holds", what) from error
 
     def _pool_told(self, batch: Batch, inputs: InputPipeline) -> str:
-        """Whether the replay is the eager step as long as the pool is left alone."""
+        """Whether the replay is the eager step as long as the pool is clean."""
         executor = self._engine.executor
-        executor.poison = False
+        executor.pool_fill = CLEAN
         try:
             verify_batch(self._engine, batch, inputs.load)
         except Mismatch:
             return ""
         finally:
-            executor.poison = True
+            executor.pool_fill = POISON
         return "; only with NaN in free memory of the graphs' pool, so the replay reads what it has not written"
 
 

@@ -21,7 +21,7 @@ from buffers.stages import stage
 from graphs.capture_errors import CaptureError, explained
 from graphs.guards import host_sync_is_an_error, noting_host_syncs
 from graphs.nodes import count_kernels, upload
-from graphs.pool_poison import poison_pool
+from graphs.pool_poison import fill_pool
 from graphs.steps import BuildReport, CallExecutor, OnFailure, Step
 from graphs.timing import StepTimes
 
@@ -52,9 +52,9 @@ class GraphExecutor:
         self.device = device
         self.on_failure: OnFailure = "stop"
         self.times = StepTimes(device)
-        # Every replay begins with NaN in all memory of the pool that nobody holds.
-        self.poison = False
-        self.poisoned_mib = 0.0  # of the pool, before the last replay that was
+        # What every replay begins with in all memory of the pool that nobody holds (pool_poison.py): None, whatever is there.
+        self.pool_fill: int | None = None
+        self.filled_mib = 0.0  # of the pool, before the last replay that was
         self._pool: Pool | None = None
         self._steps: dict[str, Step] = {}
         self._groups: dict[str, str] = {}
@@ -121,8 +121,8 @@ class GraphExecutor:
         thread, one at a time; without waiting for that thread's other work after attach()."""
         graph = self._graphs.get(name)
         with stage("replay" if graph is not None else "call", name), self._on_our_stream():
-            if graph is not None and self.poison:
-                self.poisoned_mib = poison_pool(self.device, self._pool) / 2**20
+            if graph is not None and self.pool_fill is not None:
+                self.filled_mib = fill_pool(self.device, self._pool, self.pool_fill) / 2**20
             with self.times.measure(name):
                 if graph is None:
                     self._steps[name]()

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# All bits set is NaN in every floating type that a step has (bf16, fp16, fp32, fp64, both of fp8), and -1 in its integers.
-_POISON = 0xFF
+# Every byte. All bits set is NaN in every floating type that a step has (bf16, fp16, fp32, fp64, both of fp8), and -1 in its
+# integers.
+POISON, CLEAN = 0xFF, 0x00
 
 
 class _Bytes:
@@ -28,14 +29,14 @@ def bytes_at(address: int, size: int, device: torch.device) -> Tensor:
     return torch.as_tensor(_Bytes(address, size), device=device)
 
 
-def poison_pool(device: torch.device, pool: Any) -> int:
-    """Fills what is free in the pool (a torch.cuda.graph_pool_handle(); None: there is none) with NaN, in the order of the
-    current stream; returns how many bytes that is. Allocates nothing and waits for nothing."""
+def fill_pool(device: torch.device, pool: Any, byte: int) -> int:
+    """Fills what is free in the pool (a torch.cuda.graph_pool_handle(); None: there is none) with POISON or CLEAN, in the order
+    of the current stream; returns how many bytes that is. Allocates nothing and waits for nothing."""
     if pool is None:
         return 0
     filled = 0
     for address, size in free_ranges(torch.cuda.memory_snapshot(pool, include_traces=False), device, pool):
-        bytes_at(address, size, device).fill_(_POISON)
+        bytes_at(address, size, device).fill_(byte)
         filled += size
     return filled
 

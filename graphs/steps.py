@@ -37,8 +37,8 @@ class CallExecutor:
     def __init__(self) -> None:
         self.times = StepTimes(None)
         self.on_failure: OnFailure = "stop"
-        self.poison = False  # of the pool, which there is none of
-        self.poisoned_mib = 0.0
+        self.pool_fill: int | None = None  # for the pool, which there is none of
+        self.filled_mib = 0.0
         self._steps: dict[str, Step] = {}
 
     def add(self, name: str, step: Step, *, group: str = "") -> None:

@@ -15,6 +15,7 @@ from engine.engine import Engine
 from engine.settings import Settings
 from engine.train import train
 from graphs.guards import Counters, noting_host_syncs
+from graphs.pool_poison import POISON
 from graphs.steps import CallExecutor
 from tests.run_helpers import SETTINGS, checkpoint_tensors, metrics, run_settings, steps_of, training_dataset
 
@@ -156,7 +157,7 @@ class Pool:
 
         def run_over_stale_memory(executor: CallExecutor, name: str) -> None:
             run(executor, name)
-            if executor.poison and not name.startswith("update"):
+            if executor.pool_fill == POISON and not name.startswith("update"):
                 self.spoil(engines[0])
 
         monkeypatch.setattr(CallExecutor, "run", run_over_stale_memory)

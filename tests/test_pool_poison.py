@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphs import pool_poison
 from graphs.executor import GraphExecutor
-from graphs.pool_poison import free_ranges, poison_pool
+from graphs.pool_poison import CLEAN, POISON, fill_pool, free_ranges
 from tests.fake_cuda import DEVICE, FakeCuda
 
 POOL = (0, 7)
@@ -63,17 +63,18 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Tensor:
 
 
 def test_free_memory_is_filled_with_nan_and_the_rest_is_left(memory: Tensor) -> None:
-    assert poison_pool(DEVICE, POOL) == 24
+    assert fill_pool(DEVICE, POOL, POISON) == 24
     assert [math.isnan(value) for value in memory.tolist()] == [True] * 2 + [False] * 2 + [True] * 4 + [False] * 8
     assert memory[2:4].tolist() == [3.0, 4.0] and memory[8:].tolist() == list(range(9, 17))
-    assert poison_pool(DEVICE, None) == 0
+    assert fill_pool(DEVICE, POOL, CLEAN) == 24 and memory[:2].tolist() == [0.0, 0.0]
+    assert fill_pool(DEVICE, None, POISON) == 0
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
 )
 def test_the_poison_is_nan_in_every_type(dtype: torch.dtype) -> None:
-    values = torch.full((16,), pool_poison._POISON, dtype=torch.uint8).view(dtype)
+    values = torch.full((16,), POISON, dtype=torch.uint8).view(dtype)
     assert values.float().isnan().all()
 
 
@@ -89,10 +90,10 @@ def test_a_replay_begins_with_a_poisoned_pool_only_when_asked_to(
     executor.run("train a")
     executor.call("train a")
     assert not memory.isnan().any()
-    executor.poison = True
+    executor.pool_fill = POISON
     executor.call("train a")
-    assert not memory.isnan().any() and executor.poisoned_mib == 0
+    assert not memory.isnan().any() and executor.filled_mib == 0
     executor.run("train a")
-    assert memory.isnan().sum() == 6 and executor.poisoned_mib == 24 / 2**20
+    assert memory.isnan().sum() == 6 and executor.filled_mib == 24 / 2**20
     assert cuda.replays == 2
     executor.close()

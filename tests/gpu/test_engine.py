@@ -16,6 +16,7 @@ from buffers.shapes import Bucket
 from engine.drafter_config import FULL
 from engine.settings import ObjectiveSettings, OptimizerSettings
 from graphs.guards import Counters, host_sync_is_an_error
+from graphs.pool_poison import POISON
 from tests.drafter_helpers import assert_close, assert_same_bits
 from tests.gpu.engine_helpers import BUCKETS, CUDA, Built, build, medium_config
 
@@ -166,15 +167,15 @@ def test_what_the_pool_holds_before_a_replay_never_matters(built: Built) -> None
         for bucket in engine.buckets:
             built.inputs.load(bucket, seed=2)
             expected = outcomes(bucket)
-            engine.executor.poison = True
+            engine.executor.pool_fill = POISON
             before = Counters.read(CUDA)
             assert_same_bits(outcomes(bucket), expected)
-            assert engine.executor.poisoned_mib > 0.9 * pool_mib
-            engine.executor.poison = False
+            assert engine.executor.filled_mib > 0.9 * pool_mib
+            engine.executor.pool_fill = None
         assert all(tensor.isfinite().all() for tensor in expected.values())
         assert (Counters.read(CUDA) - before).compilations == 0
     finally:
-        engine.executor.poison = False
+        engine.executor.pool_fill = None
 
 
 def test_a_batch_without_content_adds_nothing(built: Built) -> None:

@@ -29,10 +29,10 @@ from engine.report_page import write_report
 from engine.run import TrainingRun
 from engine.settings import Settings
 from engine.train import train
-from graphs import pool_poison
 from graphs.executor import GraphExecutor
 from graphs.guards import host_sync_is_an_error
 from graphs.parity import Difference
+from graphs.pool_poison import CLEAN, fill_pool
 from graphs.steps import BuildReport
 from tests.drafter_helpers import assert_same_bits
 
@@ -253,9 +253,7 @@ def test_check_finds_a_captured_step_that_reads_what_it_has_not_written(
 
     def build_over_zeros(self: GraphExecutor) -> list[BuildReport]:
         reports = build(self)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pool_poison, "_POISON", 0)
-            assert pool_poison.poison_pool(self.device, self._pool) > 0
+        assert fill_pool(self.device, self._pool, CLEAN) > 0
         return reports
 
     def careless(self: Any, *args: Any) -> Any:
