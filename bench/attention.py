@@ -2,7 +2,8 @@
 
     python -m bench.attention [--workload W2 ...] [--repeats 20] [--out FILE]
 
-times tile sizes, one kernel after the other, to choose the table of engine/ops/attention_tiles.py. Times are of replayed graphs.
+times tile sizes, one kernel after the other, to choose the table of engine/ops/attention_tiles.py. Times are of replayed graphs;
+tiles whose output or gradients are not the definition's are not timed.
 How Triton's attention compares with flex_attention and with the definition is `dflash-engine bench ops`.
 """
 
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.tile_check import TileCheck, tile_check
 from bench.timing import graph_ms, provenance, write_result
 from bench.workloads import TINY, WORKLOADS
 from buffers.anchors import sample_anchors
@@ -141,7 +143,8 @@ def _compile(shape: Shape, tiles: Tiles) -> None:
 
 
 def sweep(chosen: Iterable[Shape], device: torch.device, repeats: int) -> list[dict[str, Any]]:
-    """Every tile of SWEEP: forward, then the whole backward with one kernel's tile changed, the best so far kept."""
+    """Every tile of SWEEP: forward, then the whole backward with one kernel's tile changed, the best so far kept. First each is
+    compared with the definition, on some blocks of a shorter context."""
     chosen = list(chosen)
     base = tiles_for(E, 2, shared_memory_and_processors(device)[0], max(shape.K * shape.H // G for shape in chosen))
     context = multiprocessing.get_context("spawn")
@@ -158,6 +161,8 @@ def sweep(chosen: Iterable[Shape], device: torch.device, repeats: int) -> list[d
     for shape in chosen:
         inputs, do = shape.inputs(device)
         mask = shape.mask(device)
+        few = replace(shape, S=300, N=max(8, 512 // shape.K))
+        check = tile_check(*few.inputs(device), few.mask(device))
         best = base
         o, lse = attention_forward(*inputs, mask, tiles=base)
 
@@ -172,9 +177,11 @@ def sweep(chosen: Iterable[Shape], device: torch.device, repeats: int) -> list[d
             mask: DraftMask = mask,
             o: Tensor = o,
             lse: Tensor = lse,
+            check: TileCheck = check,
         ) -> float:
             tile = getattr(tiles, kernel)
             try:
+                check.refuse(tiles, splits)
                 if kernel == "forward":
                     ms = graph_ms(lambda: attention_forward(*inputs, mask, tiles=tiles), device, repeats=repeats)
                 else:

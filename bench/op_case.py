@@ -12,6 +12,8 @@ from torch import Tensor
 from engine.ops.weight import Weight
 
 Results = dict[str, Tensor]
+# Half a unit in the last place of bf16, and two of fp32: what any result may be off by.
+ROUNDING = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-22}
 
 
 @dataclass(frozen=True)
@@ -117,3 +119,12 @@ class Draw:
 
     def __call__(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self._device, generator=self.generator).to(self._dtype)
+
+
+def errors(found: Results, exact: Results) -> dict[str, float]:
+    """Relative error in the norm of each result."""
+    assert found.keys() == exact.keys(), f"{sorted(found)} against {sorted(exact)}"
+    return {
+        name: ((found[name].double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)).item()
+        for name, wanted in exact.items()
+    }

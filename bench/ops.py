@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench.chip import ChipLog, chip_log, sustained
-from bench.op_case import Call, Case, Data, Results
+from bench.op_case import ROUNDING, Call, Case, Data, errors
 from bench.op_cases import cases
 from bench.plots import check_plot, plot_bars
 from bench.ratios import CPU_NOTE, without_speeds
@@ -27,8 +27,6 @@ from engine.assemble import resolve_device
 from engine.reports import make_console, print_table
 from engine.settings import Settings
 
-# Half a unit in the last place of bf16, and two of fp32: what any result may be off by.
-ROUNDING = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-22}
 # Seconds that ours is replayed for beside the chip's clock and power.
 SETTLE_S, SUSTAINED_S = 0.4, 1.0
 # A rival that is further off computes something else.
@@ -83,15 +81,6 @@ def run(
     if plot is not None:
         _plot(figures, plot)
     return figures
-
-
-def errors(found: Results, exact: Results) -> dict[str, float]:
-    """Relative error in the norm of each result."""
-    assert found.keys() == exact.keys(), f"{sorted(found)} against {sorted(exact)}"
-    return {
-        name: ((found[name].double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)).item()
-        for name, wanted in exact.items()
-    }
 
 
 def check(case: Case, device: torch.device) -> dict[str, dict[str, float]]:

@@ -1,7 +1,7 @@
 """`python -m bench.reliability long-run`: does a run of minutes keep its memory and its pace?
 
 On the CPU the demo's drafter and target for 2,000 steps; on CUDA W1's drafter over six buckets for seven minutes after its
-warm-up, from a dataset on disk, with the lines, evaluations and checkpoints that the settings' defaults give a run.
+warm-up, from a dataset on disk, with lines, evaluations and checkpoints as a run has them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.plots import check_plot, plot_lines
 from bench.start import LENGTHS
 from bench.temporary_data import write_samples
 from bench.timing import provenance, write_result
-from bench.workloads import WORKLOADS
+from bench.workloads import WORKLOADS, Workload
 from engine import demo
 from engine.assemble import resolve_device
 from engine.cli_options import set_option
@@ -36,7 +36,9 @@ from engine.target import load_target
 STEPS, MINUTES = 2000, 7.0
 # A run on the CPU has smaller batches than the demo's: 2,000 of them in minutes.
 CPU_TOKENS, CPU_SAVE_EVERY, CPU_EVAL_EVERY = 1024, 100, 180
-_SAMPLES, _HELD_OUT = 200, 16
+# On CUDA a checkpoint every quarter of a minute or so: the first two belong to the warm-up.
+CUDA_SAVE_EVERY = 250
+MIXTURE = Mixture(samples=200)
 
 
 @click.command("long-run")
@@ -63,17 +65,10 @@ def long_run(
     plot: Path | None,
 ) -> None:
     """Memory, threads, files, objects and every step's time over a long run."""
-    check_plot(plot)
-    with tempfile.TemporaryDirectory(prefix="dflash-long-") as name:
-        folder = Path(name)
-        if device == "cpu":
-            settings = demo_run(folder, steps or STEPS)
-        else:
-            minutes = minutes or (None if steps else MINUTES)
-            settings = workload_run(folder, steps or 1_000_000, resolve_device("cuda"))
-        (folder / "run.toml").write_text(settings.to_toml())
-        run, figures = watch(load_settings(folder / "run.toml", overrides), minutes=minutes, every_s=every)
-        record = judged(run, figures)
+    try:
+        record = _measured(device, steps, minutes, every, overrides, plot)
+    except ValueError as error:  # settings that do not fit, or a run that is too short
+        raise click.ClickException(str(error)) from error
     write_result(record, out)
     if plot is not None:
         _plot(record, plot)
@@ -90,6 +85,27 @@ def long_run(
         )
 
 
+def _measured(
+    device: str,
+    steps: int | None,
+    minutes: float | None,
+    every_s: float,
+    overrides: tuple[str, ...],
+    plot: Path | None,
+) -> dict[str, Any]:
+    check_plot(plot)
+    with tempfile.TemporaryDirectory(prefix="dflash-long-") as name:
+        folder = Path(name)
+        if device == "cpu":
+            settings = demo_run(folder, steps or STEPS)
+        else:
+            minutes = minutes or (None if steps else MINUTES)
+            settings = workload_run(folder, steps or 1_000_000, resolve_device("cuda"))
+        (folder / "run.toml").write_text(settings.to_toml())
+        run, figures = watch(load_settings(folder / "run.toml", overrides), minutes=minutes, every_s=every_s)
+        return judged(run, figures)
+
+
 def demo_run(folder: Path, steps: int) -> Settings:
     """The demo's drafter on the embedded target's hidden states, written to `folder`."""
     demo.write_datasets(load_target(demo.EMBEDDED_TARGET, torch.device("cpu"), torch.float32), folder, seed=0)
@@ -101,19 +117,33 @@ def demo_run(folder: Path, steps: int) -> Settings:
     )
 
 
-def workload_run(folder: Path, steps: int, device: torch.device) -> Settings:
-    """W1's drafter on random samples of mixed lengths, written to `folder`; what it does beside its steps is at its defaults."""
-    workload = WORKLOADS["W1"]
-    for name, samples, seed in (("data", _SAMPLES, 0), ("held-out-data", _HELD_OUT, 1)):
-        lengths = Mixture(samples=samples).lengths(seed).tolist()
-        # One of each length, so that every bucket has a batch in each epoch.
-        write_samples(folder / name, workload, [*LENGTHS, *lengths], device, with_target=True)
-    torch.cuda.empty_cache()
+def workload_run(
+    folder: Path,
+    steps: int,
+    device: torch.device,
+    workload: Workload = WORKLOADS["W1"],
+    lengths: tuple[int, ...] = LENGTHS,
+    mixture: Mixture = MIXTURE,
+) -> Settings:
+    """A workload's drafter on random samples of mixed lengths, written to `folder`, over buckets of these lengths; evaluations
+    and lines at their defaults."""
+    for name, samples, seed in (("data", mixture.samples, 0), ("held-out-data", mixture.samples // 10, 1)):
+        # Two of each length, so that every bucket has a batch in each epoch, and in each evaluation.
+        drawn = [*lengths, *lengths, *replace(mixture, samples=samples).lengths(seed).tolist()]
+        write_samples(folder / name, workload, drawn, device, with_target=name == "data")
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return Settings(
         model=ModelSettings(block_size=workload.K),
         data=DataSettings(path=str(folder / "data"), eval_path=str(folder / "held-out-data")),
-        buckets=BucketsSettings(lengths=LENGTHS),
-        run=RunSettings(output=str(folder / "run"), max_steps=steps, epochs=1_000_000, device="cuda"),
+        buckets=BucketsSettings(lengths=lengths),
+        run=RunSettings(
+            output=str(folder / "run"),
+            max_steps=steps,
+            epochs=1_000_000,
+            device="cuda" if device.type == "cuda" else "cpu",
+            save_every=CUDA_SAVE_EVERY,
+        ),
     )
 
 

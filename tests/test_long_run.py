@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ from click.testing import CliRunner
 
 from bench.long_run import CHECKPOINT, EVALUATION, StepLog, WatchedRun, watch
 from bench.long_run_verdict import rates, read_lines, slow_steps, verdicts
+from bench.mixture import Mixture
 from bench.reliability import main
+from bench.reliability_long_run import CUDA_SAVE_EVERY, workload_run
 from bench.trend import floor_rise, trend
+from bench.workloads import WORKLOADS
 from buffers.batching import Batch, Document
 from buffers.shapes import Bucket
 from engine import demo
 from engine.run import TrainingRun
+from engine.train import take_steps
 from tests.run_helpers import run_settings, training_dataset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -152,3 +157,14 @@ def test_minutes_end_a_run(data: Path, tmp_path: Path) -> None:
     assert run.warm_from is not None and run.warm_from < figures["steps"] < 1000
     # What the end of a run does is done.
     assert (tmp_path / "run" / "drafter" / "config.json").is_file()
+
+
+def test_the_run_of_a_workload_has_all_its_buckets(tmp_path: Path) -> None:
+    lengths = (128, 256, 384)
+    settings = workload_run(tmp_path, 12, CPU, WORKLOADS["tiny"], lengths, Mixture(70, 205, 384, samples=20))
+    assert settings.run.save_every == CUDA_SAVE_EVERY
+    settings = replace(settings, buckets=replace(settings.buckets, num_anchors=32, token_budget=768))
+    with WatchedRun(settings, minutes=None, every_s=9.0, warm_up_s=0.0) as run:
+        assert [bucket.S for bucket in run.engine.buckets] == list(lengths)
+        figures = take_steps(run)
+    assert len(figures["buckets"]) == 3 and figures["eval_loss"] > 0

@@ -1,8 +1,11 @@
 """Triton's attention in fp32, output and five gradients, against the reference in fp64."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from bench.tile_check import tile_check
 from engine.ops.attention import attention, attention_backward, attention_forward
 from engine.ops.attention_ref import attention_ref
 from engine.ops.attention_tiles import Tile, Tiles, tiles_for
@@ -88,3 +91,18 @@ def test_autograd_with_the_cards_own_tiles_and_a_gradient_that_is_not_contiguous
     expected_gradients = torch.autograd.grad(expected, exact, do.double())
     for found, gradient in zip(torch.autograd.grad(o, inputs, do), expected_gradients, strict=True):
         assert relative_error(found, gradient) < TOLERANCE
+
+
+def test_tiles_are_timed_only_where_they_compute_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(K=8, N=9, H=2, G=1, S=150)
+    inputs, do = inputs_of(case, torch.float32)
+    found = tile_check(inputs, do, mask_of(case))
+    found.refuse(TILES, 2)
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        o, lse = attention_forward(*args, **options)
+        return o * (1 + 1e-4), lse
+
+    monkeypatch.setattr("bench.tile_check.attention_forward", wrong)
+    with pytest.raises(ValueError, match="^o is off by 1.0e-04, at most .*e-0[67] was allowed; no speed is shown"):
+        found.refuse(TILES)
