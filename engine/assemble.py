@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,14 @@ def initial_weights(settings: Settings, config: DrafterConfig) -> dict[str, torc
     if not settings.model.init:
         return initial_parameters(config, settings.run.seed, settings.model.initializer_range)
     return load_drafter(Path(settings.model.init), config.num_target_layers)[1]
+
+
+def weights_aside(settings: Settings, config: DrafterConfig) -> Future[dict[str, torch.Tensor]]:
+    """initial_weights under way in another thread, while memory is taken and the target goes over to the device."""
+    pool = ThreadPoolExecutor(1, "initial-weights")
+    weights = pool.submit(initial_weights, settings, config)
+    pool.shutdown(wait=False)
+    return weights
 
 
 def make_plan(settings: Settings, dataset: SampleSource, config: DrafterConfig, device: torch.device) -> Plan:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -33,11 +34,22 @@ def use_compile_cache(settings: Settings, device: torch.device, say: Callable[[s
     compiled. Raises SettingsError for a folder that cannot be written to."""
     if device.type != "cuda":
         return None
+    threading.Thread(target=_name_triton, name="triton-key", daemon=True).start()
     folder = open_cache(base_folder(settings), software_fields(device), say)
     for variable, name in _FOLDERS.items():
         if os.environ.get(variable) == _set.get(variable):
             _set[variable] = os.environ[variable] = str(folder / name)
     return folder
+
+
+def _name_triton() -> None:
+    """Triton's caches name their entries after a hash of all of Triton, half a GB. It is reckoned once a process, so here, beside
+    the reading of data, instead of before the first kernel."""
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:
+        return  # no Triton, or one that keeps it elsewhere: its first kernel reckons it
+    triton_key()
 
 
 def base_folder(settings: Settings) -> Path:

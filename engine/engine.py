@@ -8,9 +8,10 @@ moments, device scalars and metrics live as long as the engine; buckets, inputs,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from buffers.shapes import Bucket
 from engine.drafter_config import DrafterConfig
+from engine.first_calls import FirstCalls, Load
 from engine.generation import Generation, GenerationOptions, Inputs, Lasting, assemble
 from engine.kernels import Ops, select_ops
 from engine.metrics import Metrics
@@ -28,6 +30,7 @@ from engine.params import ParamArena
 from engine.precision import check_fp8_sizes, compute_dtype
 from engine.settings import ObjectiveSettings, OptimizerSettings
 from engine.step import StepParts, forward_backward, forward_only
+from graphs.bit_sum import bit_sum
 from graphs.compile_ban import compilation_allowed
 from graphs.executor import BuildReport, Executor, make_executor
 from graphs.generation import Order, hand_over
@@ -107,6 +110,7 @@ class Engine:
         }
         self.write_objective(objective)
         self._coming: Generation | None = None
+        self._twins: dict[Bucket, int] = {}
         self._current = self._assemble(
             GenerationOptions(
                 _ascending(buckets),
@@ -164,10 +168,11 @@ class Engine:
         """The current generation's loss, with the device values that all generations share."""
         return self._current.parts.objective
 
-    def build(self) -> list[BuildReport]:
-        """Compiles and captures everything, on inputs without content; parameters, optimizer state, counters and metrics stay
-        as they are."""
-        return self._build(self._current)
+    def build(self, loads: Mapping[Bucket, Load] | None = None) -> list[BuildReport]:
+        """Compiles and captures everything; parameters, optimizer state, counters and metrics stay as they are. Warm-up calls are
+        made on inputs without content, and of buckets in `loads` on the batch that these put there: verify() on the same batch
+        then compares with that call instead of running the eager steps again."""
+        return self._build(self._current, loads)
 
     def regenerate(
         self, *, order: Order = "beside", check: Callable[[list[BuildReport]], object] | None = None, **changes: Any
@@ -255,6 +260,13 @@ class Engine:
         """Replays the bucket's steps, the first of an update and the one that adds, on what its inputs hold and compares with
         the eager twins: every gradient, the steps' weight and all metrics. held_out: the evaluation's step on its own inputs
         instead, and its loss and counts. None when bit-equal. Forgets gradients and metrics."""
+        twin = self._twins.pop(bucket, None) if not held_out else None
+        if twin is not None:
+            self._take(self.executor.run, bucket)
+            same = self._bits(self.options.inputs, bucket) == twin
+            self.zero_()
+            if same:
+                return None
         return self._difference(bucket, self.executor.run, self.executor.call, held_out=held_out)
 
     def noise(self, bucket: Bucket, *, held_out: bool = False) -> Difference | None:
@@ -327,18 +339,17 @@ class Engine:
             torch.cuda.current_stream(self.device).wait_event(self._read)  # the host goes on
             self._read = None
 
-    def _build(self, generation: Generation) -> list[BuildReport]:
-        options = generation.options
+    def _build(self, generation: Generation, loads: Mapping[Bucket, Load] | None = None) -> list[BuildReport]:
         self._wait_until_read()  # an update is among the steps that are warmed up
         with self.untouched():
-            provided = [provide for provide in (options.inputs, options.eval_inputs) if provide is not None]
-            for provide in provided:
-                for bucket in options.buckets:
-                    for tensor in provide(bucket).values():
-                        # Rows of length 0, no block kept: every number finite, every weight 0, the update skips itself.
-                        tensor.zero_()
-            self._denominator.zero_()
-            reports = generation.executor.build()
+            calls = FirstCalls(
+                generation.options,
+                loads or {},
+                forget=self.zero_,
+                bits=partial(self._bits, generation.options.inputs),
+            )
+            reports = generation.executor.build(before=calls.before, after=calls.after)
+        self._twins = calls.twins
         generation.executor.times.clear()
         return reports
 
@@ -361,13 +372,21 @@ class Engine:
         return worst_difference(found, expected)
 
     def _outcome(self, run: Callable[[str], None], bucket: Bucket, *, whole: bool) -> dict[str, Tensor]:
-        self.zero_()
-        for kind in ("train", "add") if self.options.adds else ("train",):
-            run(f"{kind} {bucket.name}")
+        self._take(run, bucket)
         sums = {"loss": self.metrics.sums[0], "denominator": self._denominator}
         if whole:
             sums |= {"metrics": self.metrics.sums, "slots": self.metrics.slots}
         return {name: tensor.clone() for name, tensor in (self.gradients() | sums).items()}
+
+    def _take(self, run: Callable[[str], None], bucket: Bucket) -> None:
+        """The bucket's training steps, from nothing."""
+        self.zero_()
+        for kind in self.options.kinds:
+            run(f"{kind} {bucket.name}")
+
+    def _bits(self, inputs: Inputs, bucket: Bucket) -> int:
+        """Of what the bucket's inputs hold and of all that its training steps write."""
+        return bit_sum([*inputs(bucket).values(), self.params.grad, self._denominator, *self.metrics.tensors()])
 
     def _held_out_outcome(self, run: Callable[[str], None], bucket: Bucket, *, whole: bool) -> dict[str, Tensor]:
         self.zero_()

@@ -42,6 +42,11 @@ class GenerationOptions:
     adds: bool = True
     on_capture_failure: OnFailure = "stop"
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """A bucket's training steps, in the order of an optimizer step."""
+        return ("train", "add") if self.adds else ("train",)
+
 
 @dataclass(frozen=True)
 class Lasting:

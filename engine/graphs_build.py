@@ -18,9 +18,9 @@ from engine.assemble import (
     drafter_config,
     engine_options,
     frozen_target,
-    initial_weights,
     resolve_device,
     resolve_precision,
+    weights_aside,
 )
 from engine.compile_cache import use_compile_cache
 from engine.data_source import open_training_data
@@ -56,14 +56,15 @@ def build_graphs(settings: Settings) -> dict[str, Any]:
         data = RunData(training, open_held_out(settings, training), config, device, precision)
         plan = plan_intake(data, settings, budget_for(settings, device))
         laps.end("plan")
-        weights = initial_weights(settings, config)
+        weights = weights_aside(settings, config)
         intake = Intake(data, plan)
         parts.callback(intake.close)
         options = engine_options(settings, device, precision) | intake.for_engine()
         engine = Engine(config, target, optimizer=settings.optimizer, **options)
         parts.callback(engine.close)
-        engine.params.load_(weights)
         laps.end("memory")
+        engine.params.load_(weights.result())
+        laps.end("weights")
         record = make_ready(
             engine,
             chain.from_iterable(map(plan.batches.epoch, range(settings.run.epochs))),

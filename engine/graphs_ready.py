@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from engine.engine_buffers import engine_buffers
 from engine.graphs_record import record_of
 from engine.laps import Laps
 from engine.settings import Settings
-from engine.verification import Feed, verify_buckets
+from engine.verification import Feed, to_compare, verify_buckets
 from graphs.fingerprint import BUFFERS, Fingerprint, addresses
 from graphs.guards import kernels_compiled
 from graphs.record import Record, RecordError, read_record
@@ -42,17 +44,21 @@ def make_ready(
     the same fingerprints. Raises CaptureError."""
     fingerprints = {bucket: found.with_field(BUFFERS, engine.generation) for bucket, found in fingerprints.items()}
     compiled = kernels_compiled()
-    reports = engine.build() if reports is None else reports
+    earlier = known_record(Path(settings.run.output), say)
+    policy = settings.run.verify
+    if reports is None:
+        firsts = to_compare(engine, batches, policy=policy, fingerprints=fingerprints, known=earlier)
+        reports = engine.build({bucket: partial(load, batch) for bucket, batch in firsts.items()})
+        batches = chain(firsts.values(), batches)
     for report in reports:
         if report.why:
             say(f"{report.name} is called, not replayed: {report.why}")
     laps.end("capture", of_it=sum(report.warm_up_s for report in reports), other="compile")
-    earlier = known_record(Path(settings.run.output), say)
     verified = verify_buckets(
         engine,
         batches,
         load,
-        policy=settings.run.verify,
+        policy=policy,
         fingerprints=fingerprints,
         known=earlier,
         say=say,

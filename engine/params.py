@@ -188,6 +188,7 @@ class ParamArena:
 
     def _write(self, name: str, value: Tensor) -> None:
         with torch.no_grad():
-            self.view(self.weight, name).copy_(value)
             if self.master is not None:
-                self.view(self.master, name).copy_(value)
+                # Over to the device once, and rounded there: billions of numbers take the host a second.
+                value = self.view(self.master, name).copy_(value)
+            self.view(self.weight, name).copy_(value)

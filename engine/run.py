@@ -20,9 +20,9 @@ from engine.assemble import (
     drafter_config,
     engine_options,
     frozen_target,
-    initial_weights,
     resolve_device,
     resolve_precision,
+    weights_aside,
 )
 from engine.bad_steps import BadSteps
 from engine.changes import SETTINGS_FILE
@@ -291,16 +291,16 @@ class TrainingRun:
         self.laps.end("data")
         plan = plan_intake(self.data, settings, budget_for(settings, device))
         self.laps.end("plan")
-        weights = initial_weights(settings, config)
-        self.laps.end("weights")
+        weights = weights_aside(settings, config)
         self.intake = Intake(self.data, plan)
         parts.callback(lambda: self.intake.close())
         options = engine_options(settings, device, precision) | self.intake.for_engine()
         self.engine = Engine(config, target, optimizer=settings.optimizer, **options)
         parts.callback(self.engine.close)
-        self.engine.params.load_(weights)
         self.saving = RunSaving(self, memory)
         self.laps.end("memory")
+        self.engine.params.load_(weights.result())
+        self.laps.end("weights")
 
     def _find_start(self, saved: Found | None) -> None:
         """The step and place in the data to start from, the checkpoint's content with it, and how many steps there will be."""

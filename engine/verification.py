@@ -153,6 +153,25 @@ def _first_of_each(batches: Iterable[Batch], buckets: Collection[Bucket]) -> dic
     return found
 
 
+def to_compare(
+    engine: Engine,
+    batches: Iterable[Batch],
+    *,
+    policy: str,
+    fingerprints: Mapping[Bucket, Fingerprint],
+    known: Record | None,
+) -> dict[Bucket, Batch]:
+    """Before anything is built: the batches that verify_buckets would compare the training steps of these buckets on."""
+    wanted = set(engine.buckets) if engine.options.training and policy != "never" else set()
+    if policy == "changed" and known is not None:
+        wanted = {
+            bucket
+            for bucket in wanted
+            if not _holds(known.verified_before(bucket.name, False, fingerprints[bucket], ignore=(BUFFERS,)))
+        }
+    return _first_of_each(batches, wanted)
+
+
 def verify_batch(engine: Engine, batch: Batch, load: Callable[[Batch], None], *, held_out: bool = False) -> str:
     """Replays the batch's bucket, held_out: its evaluation, and compares with the eager twin; returns in words how the two
     compare.

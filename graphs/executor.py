@@ -22,7 +22,7 @@ from graphs.capture_errors import CaptureError, explained
 from graphs.guards import host_sync_is_an_error, noting_host_syncs
 from graphs.nodes import count_kernels, upload
 from graphs.pool_poison import fill_pool
-from graphs.steps import BuildReport, CallExecutor, OnFailure, Step
+from graphs.steps import BuildReport, CallExecutor, Named, OnFailure, Step, nothing
 from graphs.timing import StepTimes
 
 __all__ = ["BuildReport", "CallExecutor", "CaptureError", "Executor", "GraphExecutor", "make_executor"]
@@ -87,22 +87,25 @@ class GraphExecutor:
         self._steps[name] = step
         self._groups[name] = group or name
 
-    def build(self) -> list[BuildReport]:
+    def build(self, *, before: Named = nothing, after: Named = nothing) -> list[BuildReport]:
         """Warms up every step on the capture stream (all compilation happens there), then captures them.
 
-        The steps really run: the caller restores what they changed. A step that cannot be captured raises CaptureError naming
-        it and the line; with on_failure = "eager" its group is called instead, and the other steps are captured into a pool that
-        never held it. A step that cannot even be called raises all the same.
+        The steps really run, between before(name) and after(name): the caller restores what they changed. A step that cannot be
+        captured raises CaptureError naming it and the line; with on_failure = "eager" its group is called instead, and the other
+        steps are captured into a pool that never held it. A step that cannot even be called raises all the same.
         """
         assert not self._graphs, "build() was called twice without release()"
         with torch.cuda.device(self.device):
             self.attach()
             _make_workspaces(self.device)
             self._called.clear()
-            warm_up_s = {name: self._tried(name, self._warm_up) for name in self._steps}
+            warm_up_s = {
+                name: self._tried(name, lambda name: self._warm_up(name, before, after)) for name in self._steps
+            }
             captured = self._capture_all()
             for name in self._called:
                 with explained(name, "calling", self.device):
+                    before(name)
                     self._steps[name]()
                     torch.cuda.synchronize(self.device)
         reports = []
@@ -221,19 +224,22 @@ class GraphExecutor:
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
 
-    def _warm_up(self, name: str) -> None:
+    def _warm_up(self, name: str, before: Named = nothing, after: Named = nothing) -> None:
         """One call is enough for a capture to initialise nothing: Triton's kernels are compiled and loaded for the very types,
         alignments and constants that are captured, cuBLAS has chosen and loaded its kernels for these shapes (its handles and
         workspaces are _make_workspaces's), autograd's thread runs, and nothing is autotuned. Each step has a call of its own,
         for each has kernels of its own."""
         waits: list[str] = []
         with explained(name, "warming up", self.device):
+            before(name)
             with noting_host_syncs(waits):
                 self._steps[name]()
             if waits:
                 # Compiling may wait for the device; a step that is compiled may not.
+                before(name)
                 with host_sync_is_an_error():
                     self._steps[name]()
+            after(name)
             torch.cuda.synchronize(self.device)
 
     def _capture(self, name: str, pool: Pool) -> None:

@@ -10,6 +10,13 @@ from buffers.stages import stage
 from graphs.timing import StepTimes
 
 Step = Callable[[], object]
+Named = Callable[[str], object]
+
+
+def nothing(name: str) -> None:
+    """Of a step that nobody wants to know about."""
+
+
 OnFailure = Literal["stop", "eager"]
 
 
@@ -46,8 +53,8 @@ class CallExecutor:
         assert name not in self._steps, f"step {name} was added twice"
         self._steps[name] = step
 
-    def build(self) -> list[BuildReport]:
-        """Nothing to capture; steps may run from here on."""
+    def build(self, *, before: Named = nothing, after: Named = nothing) -> list[BuildReport]:
+        """Nothing to call or to capture; steps may run from here on."""
         return [BuildReport(name, self.how, 0.0, 0.0, 0.0) for name in self._steps]
 
     def run(self, name: str) -> None:

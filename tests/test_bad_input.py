@@ -408,7 +408,7 @@ def out_of_memory(*args: Any, **kwargs: Any) -> None:
 class FullDevice(CallExecutor):
     """Steps on the CPU, warmed up as on a GPU with 3 of 8 GiB free."""
 
-    def build(self) -> Any:
+    def build(self, **calls: Any) -> Any:
         graphs = object.__new__(GraphExecutor)
         graphs.device, graphs._steps = torch.device("cuda"), self._steps
         for name in self._steps:

@@ -34,9 +34,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     built: list[Engine] = []
     build = Engine.build
 
-    def note(self: Engine) -> Any:
+    def note(self: Engine, *loads: Any) -> Any:
         built.append(self)
-        return build(self)
+        return build(self, *loads)
 
     monkeypatch.setattr(Engine, "build", note)
     return built

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -64,12 +65,15 @@ def test_the_compilers_are_pointed_there_unless_the_user_did(tmp_path: Path, mon
     monkeypatch.setattr(cache, "_set", {})
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    named = threading.Semaphore(0)
+    monkeypatch.setattr(cache, "_name_triton", named.release)
     cuda = torch.device("cuda", 0)
     for name in ("one", "two"):
         folder = use_compile_cache(load_settings(None, [f"run.cache={tmp_path / name}"]), cuda, never)
         assert folder is not None and folder.parent == tmp_path / name
         assert os.environ["TRITON_CACHE_DIR"] == str(folder / "triton"), "a second run of a process has its own"
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+        assert named.acquire(timeout=10), "Triton's own hash is reckoned aside"
     assert use_compile_cache(load_settings(None), CPU, never) is None
 
 

@@ -37,6 +37,15 @@ def everything(params: ParamArena, optimizer: AdamW) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in named.items() if name != "skipped"}
 
 
+def test_weights_are_the_masters_rounded_once() -> None:
+    params = ParamArena(small_config(), CPU, dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
+    given = random_weights(small_config())
+    params.load_(given)
+    for name, master in params.state().items():
+        assert torch.equal(master, given[name])
+        assert torch.equal(params.view(params.weight, name), given[name].bfloat16())
+
+
 @pytest.mark.parametrize("clip_norm", [1.0, 1e9, 0.0])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_twenty_steps_equal_torch(clip_norm: float, weight_decay: float) -> None:

@@ -442,8 +442,11 @@ class PartlyReplayed(CallExecutor):
 
     how = "partly replayed"
 
-    def build(self) -> Any:
-        return [replace(report, how=self.how_of(report.name), why=self._why(report.name)) for report in super().build()]
+    def build(self, **calls: Any) -> Any:
+        return [
+            replace(report, how=self.how_of(report.name), why=self._why(report.name))
+            for report in super().build(**calls)
+        ]
 
     def how_of(self, name: str) -> str:
         return "called" if name.endswith("1x256x32") and not name.startswith("eval") else "replayed"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from buffers.shapes import Bucket
 from engine.engine import Engine
 from engine.graphs_record import record_of
 from engine.settings import ObjectiveSettings, OptimizerSettings
-from engine.verification import CALLED, DOES_NOT_FIT, EQUAL, Feed, Verified, verify_buckets
+from engine.verification import CALLED, DOES_NOT_FIT, EQUAL, Feed, Verified, to_compare, verify_buckets
 from graphs.executor import CaptureError
 from graphs.fingerprint import BUFFERS, Fingerprint
 from graphs.record import BucketRecord, Record
@@ -43,9 +44,17 @@ class Graphs:
         self.replayed: list[str] = []
         self.on_failure = "stop"
         self.called: dict[str, str] = {}
+        self.eager: list[str] = []
 
     def add(self, name: str, step: Callable[[], object], *, group: str = "") -> None:
         self.steps[name] = step
+
+    def build(self, *, before: Callable[[str], object], after: Callable[[str], object]) -> list[BuildReport]:
+        for name, step in self.steps.items():
+            before(name)
+            step()
+            after(name)
+        return [BuildReport(name, self.how, 0.0, 0.0, 1.0) for name in self.steps]
 
     def run(self, name: str) -> None:
         self.replayed.append(name)
@@ -53,6 +62,7 @@ class Graphs:
         self.broken(name)
 
     def call(self, name: str) -> None:
+        self.eager.append(name)
         if not self.fits(name):
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.steps[name]()
@@ -70,7 +80,9 @@ class Graphs:
 class Case:
     """An engine on the CPU whose executor is a Graphs, and batches of samples for it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, held_out: bool = False, training: bool = True) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, held_out: bool = False, training: bool = True, adds: bool = True
+    ) -> None:
         self.graphs = Graphs()
         monkeypatch.setattr("engine.engine.make_executor", lambda device: self.graphs)
         self.inputs = {bucket: make_batch(CONFIG, bucket, []) for bucket in BUCKETS}
@@ -86,6 +98,7 @@ class Case:
             optimizer=OptimizerSettings() if training else None,
             eval_inputs=(lambda bucket: self.eval_inputs[bucket]) if held_out else None,
             training=training,
+            adds=adds,
         )
         self.engine.params.load_(random_weights(CONFIG))
         self.loaded: list[Batch] = []
@@ -107,6 +120,12 @@ class Case:
         rows = [random_sample(CONFIG, row[0].stop, first_sample + row[0].sample_id) for row in batch.rows]
         for name, tensor in make_batch(CONFIG, batch.bucket, rows).items():
             inputs[batch.bucket][name].copy_(tensor)
+
+    def build(self, policy: str = "always", known: Record | None = None) -> set[Bucket]:
+        """Warms up on the batches that will be compared; of these buckets."""
+        firsts = to_compare(self.engine, self.batches, policy=policy, fingerprints=PRINTS, known=known)
+        self.engine.build({bucket: partial(self.load, batch) for bucket, batch in firsts.items()})
+        return set(firsts)
 
     def verify(self, policy: str = "always", known: Record | None = None) -> dict[Bucket, Verified]:
         return verify_buckets(

@@ -24,9 +24,10 @@ from bench.workloads import WORKLOADS, Workload
 from buffers.shapes import Bucket
 from engine.engine import Engine
 from engine.memory_estimate import GRAPH_EXEC, estimate
+from engine.run import TrainingRun
 from engine.settings import load_settings
 from engine.verification import EQUAL, ROWS_TOLERANCE, Feed, verify_buckets
-from graphs.executor import CaptureError
+from graphs.executor import CaptureError, GraphExecutor
 from graphs.nodes import count_kernels, upload
 from graphs.pool_model import MIB
 from graphs.record import read_record
@@ -122,6 +123,23 @@ def test_what_was_verified_is_not_verified_again_unless_it_must(config: Path, mo
         sets = [word for change in (f"run.output={output}", *changes) for word in ("--set", change)]
         assert main(["graphs", "build", str(config), *sets]) == 0
         assert len(set(verified)) == expected, changes
+
+
+def test_a_start_runs_every_eager_step_once(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call that warms a step up is what its replay is compared with."""
+    called: list[str] = []
+    call = GraphExecutor.call
+
+    def noted(executor: GraphExecutor, name: str) -> None:
+        called.append(name)
+        call(executor, name)
+
+    monkeypatch.setattr(GraphExecutor, "call", noted)
+    settings = load_settings(config, [f"run.output={config.parent / 'once'}", "run.max_steps=1", "run.accumulation=2"])
+    with TrainingRun(settings, resume=False) as run:
+        assert called == []
+        assert {bucket.verified for bucket in run.graphs.buckets} == {EQUAL}
+        assert all(len(bucket.graphs) == 2 for bucket in run.graphs.buckets)
 
 
 @pytest.mark.parametrize("mode", ["none", "mlp", "layer"])

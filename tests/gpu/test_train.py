@@ -251,8 +251,8 @@ def test_check_finds_a_captured_step_that_reads_what_it_has_not_written(
     """The memory holds zeros until --check looks: nothing else would notice."""
     build, right = GraphExecutor.build, getattr(owner, name)
 
-    def build_over_zeros(self: GraphExecutor) -> list[BuildReport]:
-        reports = build(self)
+    def build_over_zeros(self: GraphExecutor, **calls: Any) -> list[BuildReport]:
+        reports = build(self, **calls)
         assert fill_pool(self.device, self._pool, CLEAN) > 0
         return reports
 
