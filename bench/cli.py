@@ -206,20 +206,28 @@ def contention(
 
 @bench.command(short_help="Seconds to the first step, by phase.")
 @workload_option
+@click.option(
+    "--buckets",
+    type=click.Choice(["6", "12"]),
+    default="6",
+    show_default=True,
+    help="Buckets, from 512 or 256 tokens to 4096.",
+)
 @measure_options(1)
 def start(
     workloads: Sequence[str],
+    buckets: str,
     measure: Measure,
 ) -> None:
-    """Seconds to the first step of a run with six buckets, by phase, in processes of their own.
+    """Seconds to the first step of a run with six or twelve buckets, by phase, in processes of their own.
 
-    Once with empty caches of compiled kernels, then --repeats times with full ones, on --workload (W2, on the CPU tiny).
-    Writes 3 GB to TMPDIR.
+    Once with empty caches of compiled kernels, then --repeats times with full ones, in which nothing may be compiled; on
+    --workload (W2, on the CPU tiny). `--set model.attention=flex` measures the compiled one. Writes 4 GB to TMPDIR.
     """
     settings = measure.settings()
     from bench.start import run as run_start
 
-    measure.tell(run_start(settings, workloads=workloads, **measure.asked))
+    measure.tell(run_start(settings, workloads=workloads, buckets=int(buckets), **measure.asked))
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -22,9 +22,12 @@ from engine.assemble import resolve_device
 from engine.reports import make_console, print_table
 from engine.settings import Settings
 
-# Six buckets: a sample of each length is enough for a run to be built.
-LENGTHS = (512, 1024, 1536, 2048, 3072, 4096)
-TINY_LENGTHS = (128, 256, 384, 512, 640, 768)
+# By number of buckets: a sample of each length is enough for a run to be built.
+LENGTHS = {
+    6: (512, 1024, 1536, 2048, 3072, 4096),
+    12: (256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096),
+}
+TINY_LENGTHS = {count: tuple(range(128, 128 * (count + 1), 128)) for count in LENGTHS}
 _ROOT = Path(__file__).parent.parent
 
 
@@ -32,19 +35,20 @@ def run(
     settings: Settings,
     *,
     workloads: Sequence[str] = (),
+    buckets: int = 6,
     repeats: int = 1,
     out: Path | None = None,
     plot: Path | None = None,
 ) -> dict[str, Any]:
     """Measures and prints; returns (and writes to `out`) a record a start: one cold, then `repeats` warm ones.
 
-    A start verifies every bucket's replay against its eager twin, as training does; one that fails raises ValueError with what
-    it said.
+    buckets: 6 or 12. A start verifies every bucket's replay against its eager twin, as training does; one that fails raises
+    ValueError with what it said, and so does a warm one that compiled a kernel.
     """
     check_plot(plot)
     device = resolve_device(settings.run.device)
     (workload,) = chosen_workloads(workloads[:1], device, default=("W2",))
-    lengths = LENGTHS if device.type == "cuda" else TINY_LENGTHS
+    lengths = (LENGTHS if device.type == "cuda" else TINY_LENGTHS)[buckets]
     rows: list[dict[str, Any]] = []
     with (
         temporary_samples(workload, lengths, device, with_target=True) as data,
@@ -56,7 +60,13 @@ def run(
             torch.cuda.empty_cache()
         for name in ("cold", *["warm"] * repeats):
             make_console(stderr=True).print(f"{name} start ...")
-            rows.append({"start": name, **_start(settings, workload.K, lengths, data, Path(folder), len(rows))})
+            row = {"start": name, **_start(settings, workload.K, lengths, data, Path(folder), len(rows))}
+            if name == "warm" and row["kernels_compiled"]:
+                raise ValueError(
+                    f"start {len(rows) + 1}: expected every kernel in the caches of the start before, found "
+                    f"{row['kernels_compiled']} compiled anew; no time is shown"
+                )
+            rows.append(row)
     for row in rows:
         row["over_cold"] = row["seconds"] / rows[0]["seconds"]
         row["shares"] = {phase: seconds / row["seconds"] for phase, seconds in row["phases"].items()}
@@ -109,14 +119,15 @@ def _print(figures: dict[str, Any]) -> None:
 
     print_table(
         make_console(),
-        f"{figures['workload']}, {len(rows[0]['buckets'])} buckets, {where['gpu'] or 'CPU'}, torch {where['torch']}, "
-        f"{where['commit']}" + (f"; {figures['note']}" if "note" in figures else ""),
-        ("start", "seconds", "of cold", *phases),
+        f"{figures['workload']}, {len(rows[0]['buckets'])} buckets, {rows[0]['attention']} attention, {where['gpu'] or 'CPU'}, "
+        f"torch {where['torch']}, {where['commit']}" + (f"; {figures['note']}" if "note" in figures else ""),
+        ("start", "seconds", "of cold", "compiled anew", *phases),
         (
             (
                 row["start"],
                 "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
                 f"{row['over_cold']:.0%}",
+                str(row["kernels_compiled"]),
                 *(cell(row, phase) for phase in phases),
             )
             for row in rows

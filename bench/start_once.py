@@ -9,18 +9,29 @@ import json
 import sys
 import time
 
+# What takes seconds to load and only flex attention needs, or nothing of a start does.
+HEAVY = ("torch._dynamo", "torch._inductor.compile_fx", "sympy", "transformers", "matplotlib")
+
 
 def main(config: str, spawned: float) -> None:
     """Starts the run of the settings in `config` and prints where the seconds went."""
     from engine.run import TrainingRun
     from engine.settings import load_settings
+    from graphs.guards import kernels_compiled
 
     imported = time.monotonic()
     with TrainingRun(load_settings(config), resume=False) as run:
         ready = time.monotonic()
         phases = {"import": imported - spawned, **run.laps.seconds}
-        names = [bucket.name for bucket in run.engine.buckets]
-    print(json.dumps({"seconds": ready - spawned, "phases": phases, "buckets": names}))
+        figures = {
+            "seconds": ready - spawned,
+            "phases": phases,
+            "buckets": [bucket.name for bucket in run.engine.buckets],
+            "attention": run.engine.ops.name,
+            "kernels_compiled": kernels_compiled(),
+            "loaded": [name for name in HEAVY if name in sys.modules],
+        }
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -117,11 +117,12 @@ def test_a_start_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_
         return spawn(command, **options)
 
     monkeypatch.setattr("subprocess.run", note)
-    figures = start.run(SETTINGS, out=tmp_path / "start.json")
+    figures = start.run(SETTINGS, buckets=12, out=tmp_path / "start.json")
     assert json.loads((tmp_path / "start.json").read_text()) == figures
     cold, warm = figures["starts"]
     assert (cold["start"], warm["start"], figures["verified"], figures["note"]) == ("cold", "warm", False, CPU_NOTE)
-    assert len(cold["buckets"]) == 6
+    assert len(cold["buckets"]) == 12 and cold["attention"] == "reference"
+    assert cold["loaded"] == [], "what training does not need is not loaded"
     for row in (cold, warm):
         assert row["seconds"] is None and set(row["phases"].values()) == {None}
         assert row["shares"].keys() >= {"import", "data", "weights", "memory", "compile", "capture", "verify"}
@@ -129,6 +130,17 @@ def test_a_start_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_
     # Both find the same caches of compiled kernels, and none but their own.
     assert seen[0]["TRITON_CACHE_DIR"] == seen[1]["TRITON_CACHE_DIR"]
     assert not Path(seen[0]["TRITON_CACHE_DIR"]).exists()
+
+
+def test_a_warm_start_that_compiles_shows_no_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = {"seconds": 1.0, "phases": {"import": 1.0}, "buckets": ["a"], "attention": "flex", "kernels_compiled": 3}
+    done = subprocess.CompletedProcess([sys.executable], 0, json.dumps(found), "")
+    monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: done)
+    with pytest.raises(
+        ValueError, match="start 2: expected every kernel in the caches .*, found 3 compiled anew; no time"
+    ):
+        start.run(SETTINGS, out=tmp_path / "start.json")
+    assert not (tmp_path / "start.json").exists()
 
 
 def test_a_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
