@@ -22,12 +22,9 @@ from engine.assemble import resolve_device
 from engine.reports import make_console, print_table
 from engine.settings import Settings
 
-# By number of buckets: a sample of each length is enough for a run to be built.
-LENGTHS = {
-    6: (512, 1024, 1536, 2048, 3072, 4096),
-    12: (256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096),
-}
-TINY_LENGTHS = {count: tuple(range(128, 128 * (count + 1), 128)) for count in LENGTHS}
+# Six buckets, and twelve: a sample of each length is enough for a run to be built.
+LENGTHS = (512, 1024, 1536, 2048, 3072, 4096)
+TWELVE = (256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
 _ROOT = Path(__file__).parent.parent
 
 
@@ -48,7 +45,9 @@ def run(
     check_plot(plot)
     device = resolve_device(settings.run.device)
     (workload,) = chosen_workloads(workloads[:1], device, default=("W2",))
-    lengths = (LENGTHS if device.type == "cuda" else TINY_LENGTHS)[buckets]
+    lengths: tuple[int, ...] = TWELVE if buckets == 12 else LENGTHS
+    if device.type == "cpu":
+        lengths = tuple(range(128, 128 * (buckets + 1), 128))
     rows: list[dict[str, Any]] = []
     with (
         temporary_samples(workload, lengths, device, with_target=True) as data,
