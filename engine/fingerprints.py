@@ -104,6 +104,7 @@ def _step_fields(settings: Settings, info: DatasetInfo, precision: str) -> dict[
         "precision": precision,
         "dtype": str(dtype).removeprefix("torch."),
         "gradients": "float32" if fp32_sums else "bfloat16",
+        "evaluation": "yes" if settings.data.eval_path else "no",
         "accumulation": "more" if settings.run.accumulation > 1 else "1",
         "recompute": settings.model.recompute,
         "head_chunk": settings.model.head_chunk,

@@ -41,6 +41,11 @@ def test_what_is_captured_again_changes_it(info: Any) -> None:
     assert plain == fingerprint(info)
     for field, other in (
         ("bucket", fingerprint(info, bucket=replace(BUCKET, B=1))),
+        ("bucket", fingerprint(info, bucket=replace(BUCKET, S=256))),
+        ("bucket", fingerprint(info, bucket=replace(BUCKET, N=64))),
+        ("bucket", fingerprint(info, bucket=replace(BUCKET, tile=64))),
+        ("evaluation", fingerprint(info, "data.eval_path=held-out")),
+        ("accumulation", fingerprint(info, "run.accumulation=2")),
         ("model.hidden_size", fingerprint(info, hidden_size=128)),
         ("objective.weighting", fingerprint(info, "objective.weighting=uniform")),
         ("recompute", fingerprint(info, "model.recompute=layer")),
@@ -80,6 +85,7 @@ def test_a_changed_source_file_is_a_changed_kernel(info: Any, tmp_path: Path, mo
         ("ops/frozen_head_ref.py", "source.loss"),
         ("ops/norm_mlp_ref.py", "source.operations"),
         ("model.py", "source.step"),
+        ("mask.py", "source.step"),
     ):
         path = tmp_path / "engine" / name
         original = path.read_text()

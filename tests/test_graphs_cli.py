@@ -144,3 +144,18 @@ def test_status_tells_how_evaluation_was_compared(
     *lines, last = told(capsys)
     assert lines[1:] == ["1x128x32: fresh, replayed, equal bits; held-out: equal bits", "1x256x32: fresh, called"]
     assert json.loads(last)["buckets"][0]["held_out"] == "equal bits"
+
+
+@pytest.mark.parametrize("field", ["torch", "triton", "cuda", "driver", "gpu", "world_size", "source.attention"])
+def test_other_software_and_other_sources_make_every_bucket_stale(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
+) -> None:
+    assert main(["graphs", "build", str(config)]) == 0
+    record = read_record(tmp_path / "run")
+    assert record is not None
+    now = record.buckets[0].fingerprint.to_dict()[field]
+    old = [replace(bucket, fingerprint=bucket.fingerprint.with_field(field, "another")) for bucket in record.buckets]
+    write_record(tmp_path / "run", replace(record, buckets=tuple(old)))
+    capsys.readouterr()
+    assert main(["graphs", "status", str(config)]) == 3
+    assert told(capsys)[1:] == [f"{b.bucket}: stale ({field}: another -> {now})" for b in record.buckets]

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.graphs_record import bucket_figures, print_record, worth_it
+from engine.reports import make_console
 from graphs.fingerprint import Fingerprint
 from graphs.record import FILE, VERSION, BucketRecord, GraphFigures, Record, RecordError, read_record, write_record
 
@@ -89,3 +91,31 @@ def test_a_bucket_counts_as_verified_under_its_own_fingerprint_alone() -> None:
     )
     assert RECORD.verified_before("1x256x32", False, FIELDS.with_field("bucket", "1x256x32")) == ""
     assert RECORD.verified_before("9x9x9", False, FIELDS) == ""
+
+
+# Is it worth it?
+
+
+def measured(eager_ms: float | None, replay_ms: float | None, eager_host_ms: float = 8.0) -> BucketRecord:
+    times = {"eager_ms": eager_ms, "replay_ms": replay_ms, "eager_host_ms": eager_host_ms, "replay_host_ms": 0.5}
+    return BucketRecord("1x128x32", FIELDS, "replayed", (GRAPH,), "equal bits", **times)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("bucket", "words"),
+    [
+        (measured(12.0, 9.0), "1.33 times as fast"),
+        (measured(9.1, 9.0), "no gain on the device; frees 7.5 ms of the host"),
+        (measured(8.0, 9.0), "no gain on the device; frees 7.5 ms of the host"),
+        (measured(9.0, 9.0, eager_host_ms=0.4), "no gain"),
+        (measured(None, 9.0), "no eager step fits beside the pool"),
+        (measured(None, None), "not measured"),
+        (BucketRecord("1x128x32", FIELDS, "called", (), why="it waits"), "called"),
+    ],
+)
+def test_what_replaying_a_bucket_gains_is_told(
+    bucket: BucketRecord, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert worth_it(bucket) == bucket_figures(bucket)["worth"] == words
+    print_record(Record(1, (bucket,)), make_console())
+    assert words in capsys.readouterr().out
