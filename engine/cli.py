@@ -299,7 +299,7 @@ def evaluate(
     "--disk",
     metavar="DIR",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Measure the disk of this folder: a file of 64 MiB is written, read and removed.",
+    help="Measure the disk of this folder, left out the current one's: a file of 64 MiB is written, read and removed.",
 )
 @click.option(
     "--measure/--no-measure",
@@ -312,7 +312,7 @@ def doctor(disk: Path | None, measure: bool, as_json: bool) -> None:
     """Show what this machine is, what stands in the way, and what of the engine will work on it.
 
     Software, GPUs and who holds their memory, shared-memory limits, environment variables that help or hurt here, locked
-    memory, optional packages; without a GPU what the CPU can do. docs/trouble.md
+    memory, optional packages, disk speed; without a GPU what the CPU can do. docs/trouble.md
     """
     from engine.doctor import run_doctor
 

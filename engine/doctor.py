@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engine.doctor_gpu import Gpu, find_gpus, works_here
-from engine.doctor_host import DiskSpeed, Setting, c_compiler, disk_speed, extras, locked_memory, settings_found
+from engine.doctor_host import Setting, c_compiler, disk_speed, extras, locked_memory, settings_found
 from engine.doctor_variants import measure_variants, worth_setting
 from engine.fingerprints import software_fields
 from engine.process_settings import HELPFUL
@@ -21,9 +21,9 @@ _GIB = 2**30
 
 
 def run_doctor(disk: Path | None = None, *, measure: bool = True) -> dict[str, Any]:
-    """Prints what is found and returns it. disk: a folder whose disk is written to and read from, 64 MiB, and left as it was.
-    measure: with a GPU, short child processes try settings of allocator and module loading. Raises OSError for a folder that
-    cannot be written to."""
+    """Prints what is found and returns it. disk: a folder whose disk is written to and read from, 64 MiB, and left as it was;
+    None: the current one, if it can be written to. measure: with a GPU, short child processes try settings of allocator and
+    module loading. Raises OSError for a folder that is named and cannot be written to."""
     gpus = find_gpus()
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     software = {"python": platform.python_version()} | software_fields(device) | {"C compiler": c_compiler() or "none"}
@@ -54,16 +54,27 @@ def run_doctor(disk: Path | None = None, *, measure: bool = True) -> dict[str, A
     console.print(f"locked memory: {figures['locked_memory']['told']}", markup=False, soft_wrap=True)
     told = ", ".join(f"{name} {version or 'not installed'}" for name, version in figures["extras"].items())
     console.print(f"optional: {told}", markup=False, soft_wrap=True)
-    if disk is not None:
-        speed: DiskSpeed = disk_speed(disk)
-        figures["disk"] = asdict(speed)
-        console.print(
-            f"{disk}: writes {speed.write_mib_s:,.0f} MiB/s, reads {speed.read_mib_s:,.0f} MiB/s ({speed.note}), "
-            f"{speed.free_gib:,.1f} GiB free",
-            markup=False,
-            soft_wrap=True,
-        )
+    told, figures["disk"] = _disk(disk)
+    console.print(told, markup=False, soft_wrap=True)
     return figures
+
+
+def _disk(folder: Path | None) -> tuple[str, dict[str, Any]]:
+    """In words, and as figures: {} where the current folder cannot be written to."""
+    try:
+        speed = disk_speed(folder or Path())
+    except OSError as error:
+        if folder is not None:
+            raise
+        return (
+            f"disk: not measured, the current folder cannot be written to ({error.strerror}); --disk names another",
+            {},
+        )
+    return (
+        f"disk of {folder or 'the current folder'}: writes {speed.write_mib_s:,.0f} MiB/s, reads {speed.read_mib_s:,.0f} MiB/s "
+        f"({speed.note}), {speed.free_gib:,.1f} GiB free",
+        asdict(speed),
+    )
 
 
 def _print_gpus(console: Any, gpus: list[Gpu]) -> None:

@@ -37,6 +37,22 @@ def test_without_a_gpu_it_says_what_the_cpu_can_do(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.usefixtures("no_gpu")
+def test_the_current_folders_disk_is_measured_where_it_can_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert doctor.run_doctor()["disk"]["write_mib_s"] > 0
+    assert "disk of the current folder: writes " in capsys.readouterr().out and list(tmp_path.iterdir()) == []
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(doctor, "disk_speed", refuse)
+    assert doctor.run_doctor()["disk"] == {}
+    assert "the current folder cannot be written to (Permission denied); --disk names" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_gpu")
 def test_a_folder_that_is_none_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--disk", str(tmp_path / "none")]) == 1
     assert "expected a folder to measure the disk of, found none" in capsys.readouterr().err
