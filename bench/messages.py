@@ -27,6 +27,8 @@ TOPICS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "buffers/foreign*",
             "buffers/raw_sample*",
             "buffers/torch_archive*",
+            "buffers/pickle_check*",
+            "buffers/untrusted*",
             "engine/convert*",
             "buffers/open_dataset*",
         ),
@@ -218,6 +220,9 @@ class _Reader:
                 return _joined([self.texts(left, given, depth), self.texts(right, given, depth)])
             case ast.IfExp(body=body, orelse=orelse):
                 return self.texts(body, given, depth) + self.texts(orelse, given, depth)
+            case ast.Call(func=ast.Name(id="one_line" | "shown" | "shown_names"), args=[value, *_]):
+                value = value.elts[0] if isinstance(value, ast.List) and len(value.elts) == 1 else value
+                return self.texts(value, given, depth)
             case ast.Name(id=name) if given.get(name):
                 return given[name]
             case ast.Name(id=name) if name in self._constants:

@@ -5,11 +5,10 @@ the dataset has soft labels, and `offsets` int64[n + 1], the token ranges of its
 size, token id and loss mask and leaves the hidden states on disk; `verify` reads and hashes all of it.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,11 +24,12 @@ from buffers.manifest import (
     ShardInfo,
     check_tokens,
     mask_length_error,
-    open_safetensors,
+    read_tensors,
     sha256,
     wrong_width_error,
 )
 from buffers.shard_file import ShardFile
+from buffers.untrusted import is_inside, read_object, read_weight_map, shown
 
 __all__ = [
     "FORMAT_VERSION",
@@ -41,6 +41,8 @@ __all__ = [
     "ShardInfo",
     "load_target_tensors",
 ]
+
+_TARGET_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,10 @@ class Dataset:
                 f"expected a dataset with {MANIFEST} in {self.path}, found none. Check the path; a folder of shards "
                 "without it was not finished: write it again."
             )
-        self.info = DatasetInfo.from_json(manifest.read_bytes())
+        try:
+            self.info = DatasetInfo.from_json(manifest.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from error
         if not self.info.num_samples or not self.info.shards:
             raise ValueError(f"expected at least one sample in {self.path}, found none. Extract or convert some.")
         listed = sum(shard.num_samples for shard in self.info.shards)
@@ -207,9 +212,7 @@ def load_target_tensors(path: str | Path) -> dict[str, Tensor]:
         }
         index = path / "model.safetensors.index.json"
         if index.is_file():
-            weight_map = _read_object(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-                raise ValueError(f"expected a weight_map of file names in {index}, found none. Copy the file again.")
+            weight_map = read_weight_map(index)
             files = {path / weight_map[name] for name in names.values() if name in weight_map}
         else:
             files = {path / "model.safetensors"}
@@ -220,11 +223,10 @@ def load_target_tensors(path: str | Path) -> dict[str, Tensor]:
                 f"expected the target's tensors in {file}, found no such file. Give a folder with {TARGET_FILE} or a "
                 "Hugging Face checkpoint."
             )
-        with open_safetensors(file) as handle:
-            stored = set(handle.keys())
-            found |= {name: handle.get_tensor(key) for name, key in names.items() if key in stored}
+        stored = read_tensors(file, set(names.values()))
+        found |= {name: stored[key] for name, key in names.items() if key in stored}
     config = path / "config.json"
-    tied = not config.is_file() or _read_object(config).get("tie_word_embeddings", True)
+    tied = not config.is_file() or read_object(config).get("tie_word_embeddings", True)
     if tied and "embed_tokens.weight" in found:
         found.setdefault("lm_head.weight", found["embed_tokens.weight"])
     missing = [key for name, key in names.items() if name not in found]
@@ -233,25 +235,23 @@ def load_target_tensors(path: str | Path) -> dict[str, Tensor]:
             f"expected {', '.join(names.values())} in {path}, found no {', '.join(missing)}. Give the target's own "
             "checkpoint."
         )
+    D = (*found["embed_tokens.weight"].shape, 0)[1]
+    for name, tensor in found.items():
+        axes = 1 if name == "norm.weight" else 2
+        if tensor.ndim != axes or tensor.shape[-1] != D or tensor.dtype not in _TARGET_DTYPES:
+            raise ValueError(
+                f"expected {name} of {'[D]' if axes == 1 else '[V, D]'}, D {D}, in bf16, fp16 or fp32 in {path}, found "
+                f"{_short(tensor.dtype)}{list(tensor.shape)}. Give the target's own checkpoint."
+            )
     return found
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected JSON in {file}, found {error}. Copy the file again.") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"expected an object in {file}, found {str(values)[:80]!r}. Copy the file again.")
-    return values
 
 
 def _open_shard(folder: Path, shard: ShardInfo, info: DatasetInfo) -> dict[str, Tensor]:
     """Map a shard whose file, size, names, dtypes and shapes are as the manifest says."""
     file = folder / shard.file
-    if Path(shard.file).is_absolute() or not file.resolve().is_relative_to(folder.resolve()):
+    if not is_inside(folder, shard.file):
         raise ValueError(
-            f"expected shards inside {folder}, found {shard.file!r}. Move the file into the folder and name it there."
+            f"expected shards inside {folder}, found {shown(shard.file)}. Move the file into the folder and name it there."
         )
     if not file.is_file():
         raise ValueError(f"expected shard {file}, found no such file. Copy it or write the dataset again.")
@@ -271,13 +271,12 @@ def _open_shard(folder: Path, shard: ShardInfo, info: DatasetInfo) -> dict[str, 
     if info.last_hidden_norm is not None:
         expected["last_hidden"] = (torch.bfloat16, [T, D])
     # Tensors are lazy views of the mapped file and outlive the handle.
-    with open_safetensors(file) as handle:
-        missing = sorted(set(expected) - set(handle.keys()))
-        if missing:
-            raise ValueError(
-                f"expected {', '.join(expected)} in {file}, found no {', '.join(missing)}. Write the dataset again."
-            )
-        tensors = {name: handle.get_tensor(name) for name in expected}
+    tensors = read_tensors(file, expected)
+    missing = sorted(set(expected) - set(tensors))
+    if missing:
+        raise ValueError(
+            f"expected {', '.join(expected)} in {file}, found no {', '.join(missing)}. Write the dataset again."
+        )
     for name, (dtype, shape) in expected.items():
         found = tensors[name]
         if found.dtype != dtype:
@@ -297,10 +296,12 @@ def _open_shard(folder: Path, shard: ShardInfo, info: DatasetInfo) -> dict[str, 
 
 
 def _check_offsets(offsets: NDArray[np.int64], shard: ShardInfo) -> NDArray[np.int64]:
-    if offsets[0] != 0 or offsets[-1] != shard.num_tokens or (np.diff(offsets) <= 0).any():
+    # Compared, not subtracted: a difference may leave int64 and come back as a small one.
+    falling = offsets[1:] <= offsets[:-1]
+    if offsets[0] != 0 or offsets[-1] != shard.num_tokens or falling.any():
         raise ValueError(
             f"expected offsets in {shard.file} to rise from 0 to {shard.num_tokens} tokens, found {offsets[0]} to "
-            f"{offsets[-1]}, {int((np.diff(offsets) <= 0).sum())} of {shard.num_samples} samples not rising. "
+            f"{offsets[-1]}, {int(falling.sum())} of {shard.num_samples} samples not rising. "
             "Write the dataset again."
         )
     return offsets

@@ -5,7 +5,6 @@ uint8[T], loss_mask uint8[T], hidden states bf16[T, L*D] and last hidden state b
 offset is compared with the shard's size before it is used; shards are mapped.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from buffers.manifest import refuse_cut
 from buffers.raw_sample import RawSample
+from buffers.untrusted import is_inside, one_line, parse_json, read_object, shown
 
 DEEPSPEC = "DeepSpec"
 MANIFEST, INDEX = "manifest.json", "samples.idx"
@@ -96,8 +96,8 @@ class DeepSpecReader:
 def is_deepspec(root: Path) -> bool:
     """Whether the folder's manifest.json is DeepSpec's, by its content."""
     try:
-        values = json.loads((root / MANIFEST).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        values = parse_json((root / MANIFEST).read_bytes())
+    except (OSError, ValueError):
         return False
     return isinstance(values, dict) and {"index_record_size", "shards", "target_layer_ids"} <= set(values)
 
@@ -110,25 +110,25 @@ def _view(content: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor
 
 
 def _read_manifest(file: Path) -> dict[str, Any]:
+    values = read_object(file)
     try:
-        values = json.loads(file.read_bytes())
         for name, expected in _FIXED.items():
             if values[name] != expected:
                 raise ValueError(
-                    f"{file}: expected {name} {expected}, found {values[name]!r}; this version is not read"
+                    f"{file}: expected {name} {expected}, found {shown(values[name])}; this version is not read"
                 )
         layers, sizes = values["target_layer_ids"], [values["hidden_size"], values["num_samples"]]
         names = [shard["file_name"] for shard in values["shards"]]
         whole = all(
-            isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in [*layers, *sizes]
+            isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 for value in [*layers, *sizes]
         )
         if not (layers and whole and sizes[0] and all(isinstance(name, str) for name in names)):
             raise TypeError("of sizes and file names")
         if [shard["shard_id"] for shard in values["shards"]] != list(range(len(names))):
             raise TypeError("of shards numbered from 0")
-    except (KeyError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(
-            f"{file}: expected DeepSpec's manifest, found a damaged one ({error}); copy it again"
+            f"{file}: expected DeepSpec's manifest, found a damaged one ({one_line(error)}); copy it again"
         ) from error
     return values
 
@@ -146,8 +146,8 @@ def _read_index(file: Path, num_samples: int) -> NDArray[np.void]:
 def _map_shard(root: Path, name: str) -> Tensor | str:
     """The shard's bytes, or why it cannot be used."""
     file = root / name
-    if not file.resolve().is_relative_to(root.resolve()):
-        return f"expected shards inside the folder, found {name!r} in {MANIFEST}"
+    if not is_inside(root, name):
+        return f"expected shards inside the folder, found {shown(name)} in {MANIFEST}"
     if not file.is_file() or not file.stat().st_size:
         return (
             "expected the shard's file, found none" if not file.is_file() else "expected a shard, found an empty file"

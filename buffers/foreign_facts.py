@@ -1,6 +1,5 @@
 """What other trainers' files do not say of the target, gathered from the settings, the target's config.json and the files."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +8,7 @@ from buffers.foreign_archives import MODELOPT, SPECFORGE
 from buffers.foreign_deepspec import DEEPSPEC
 from buffers.foreign_scan import Reader
 from buffers.foreign_speculators import SPECULATORS
+from buffers.untrusted import parse_json, shown
 
 # Whether last_hidden is before or after the final norm, where the trainer that writes the format fixes it.
 NORM_OF_FORMAT = {SPECFORGE: "post", SPECULATORS: "pre", DEEPSPEC: "post", MODELOPT: None}
@@ -100,15 +100,15 @@ def resolve_target(root: Path, format: str, facts: Facts, reader: Reader, has_la
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_bytes())
+        config = parse_json(file.read_bytes())
     except OSError as error:
         raise FactsError(
             f"data.target: expected the target's checkpoint with {file}, found none ({error.strerror})"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise FactsError(f"data.target: expected JSON in {file}, found {error}. Copy the file again") from error
     if not isinstance(config, dict) or not isinstance(config.get("text_config") or config, dict):
-        raise FactsError(f"data.target: expected an object in {file}, found {str(config)[:80]!r}. Copy the file again")
+        raise FactsError(f"data.target: expected an object in {file}, found {shown(config)}. Copy the file again")
     return config
 
 
@@ -116,7 +116,7 @@ def _size(config: dict[str, Any], name: str, target: str) -> int:
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise FactsError(
-            f"data.target: expected {name} in {target}/config.json, found {value!r}. Give the target's own folder"
+            f"data.target: expected {name} in {target}/config.json, found {shown(value)}. Give the target's own folder"
         )
     return value
 

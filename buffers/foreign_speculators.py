@@ -5,7 +5,6 @@ norm, the others are the taps. The loss mask is in the Arrow dataset alone, so b
 memory-mapped files; pyarrow is the extra `arrow`.
 """
 
-import json
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from buffers.manifest import open_safetensors
+from buffers.manifest import read_tensors
 from buffers.raw_sample import RawSample, raw_sample
+from buffers.untrusted import one_line, parse_json, shown_names
 
 SPECULATORS = "speculators"
 _HEADER_BYTES = 1 << 20
@@ -45,12 +45,8 @@ class SpeculatorsReader:
         """The sample and its format's name. Raises ValueError without the file's name, and OSError."""
         if index not in self._found:
             raise ValueError(f"expected the hidden states of row {index} of the Arrow dataset, found no file for it")
-        # An empty or cut file has no header that fits it: open_safetensors says so.
-        with open_safetensors(self.root / self.names[index]) as handle:
-            keys = set(handle.keys())
-            values: dict[str, Any] = {
-                name: handle.get_tensor(name) for name in ("token_ids", "hidden_states") if name in keys
-            }
+        # An empty or cut file has no header that fits it: read_tensors says so.
+        values: dict[str, Any] = dict(read_tensors(self.root / self.names[index], ("token_ids", "hidden_states")))
         row = self._rows.row(index)
         states = values.get("hidden_states")
         if isinstance(states, Tensor):
@@ -86,11 +82,15 @@ class _ArrowRows:
         self._first = [0]
         for name in files:
             try:
-                # The batches hold the mapping; nothing of the columns is read yet.
+                # The batches hold the mapping; of the columns as much is read as shows that every row lies within its buffers:
+                # pyarrow itself believes what a file says of that, and ends the process or reads beyond it.
                 batches = list(pyarrow.ipc.open_stream(pyarrow.memory_map(str(root / name))))
+                for batch in batches:
+                    for column in {"input_ids", "loss_mask"} & set(batch.schema.names):
+                        batch.column(column).validate(full=True)
             except (pyarrow.ArrowException, OSError, ValueError) as error:
                 raise ValueError(
-                    f"{root / name}: expected an Arrow stream, found a damaged one ({str(error).splitlines()[0]}); copy it again"
+                    f"{root / name}: expected an Arrow stream, found a damaged one ({one_line(error)}); copy it again"
                 ) from error
             for batch in batches:
                 lists = {field.name for field in batch.schema if isinstance(field.type, _list_types(pyarrow))}
@@ -129,8 +129,8 @@ def holds_states(file: Path) -> bool:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         try:
-            header = json.loads(stream.read(length)) if length <= _HEADER_BYTES else None
-        except (ValueError, RecursionError):
+            header = parse_json(stream.read(length)) if length <= _HEADER_BYTES else None
+        except ValueError:
             return False
     return isinstance(header, dict) and "token_ids" in header and "hidden_states" in header
 
@@ -147,12 +147,12 @@ def in_order(root: Path, arrow_files: list[str]) -> list[str]:
     if not state.is_file():
         return sorted(arrow_files)
     try:
-        listed = [str(Path(folders[0]) / item["filename"]) for item in json.loads(state.read_bytes())["_data_files"]]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        listed = [str(Path(folders[0]) / item["filename"]) for item in parse_json(state.read_bytes())["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{state}: expected the list of _data_files, found a damaged file; copy it again") from error
     missing = [name for name in listed if name not in arrow_files]
     if missing:
         raise ValueError(
-            f"{state}: expected its files beside it, found no Arrow file {', '.join(missing)}; copy it again"
+            f"{state}: expected its files beside it, found no Arrow file {shown_names(missing)}; copy it again"
         )
     return listed

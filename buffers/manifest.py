@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from buffers.untrusted import one_line, parse_json, shown, shown_names
 
 FORMAT_VERSION = 1
 MANIFEST = "dataset.json"
@@ -54,12 +57,12 @@ class DatasetInfo:
             )
         if not self.target_layer_ids or self.hidden_size <= 0:
             raise ValueError(
-                f"expected target_layer_ids and a positive hidden_size, found {list(self.target_layer_ids)} and "
+                f"expected target_layer_ids and a positive hidden_size, found {shown(list(self.target_layer_ids))} and "
                 f"{self.hidden_size}. Name the layers that the hidden states come from."
             )
         if self.last_hidden_norm not in ("pre", "post", None):
             raise ValueError(
-                f"expected last_hidden_norm to be pre, post or null, found {self.last_hidden_norm!r}. Say whether the "
+                f"expected last_hidden_norm to be pre, post or null, found {shown(self.last_hidden_norm)}. Say whether the "
                 "final norm was applied."
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
@@ -87,8 +90,8 @@ class DatasetInfo:
         """Parse a manifest. Raises ValueError for text that is no manifest, naming missing and unknown keys and values of
         another type."""
         try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            values = parse_json(text)
+        except ValueError as error:
             raise ValueError(f"expected {MANIFEST} to be JSON, found {error}. Write the dataset again.") from error
         _check_keys(values, {field.name for field in fields(cls)}, MANIFEST)
         _check_types(values, _MANIFEST_TYPES, MANIFEST)
@@ -129,7 +132,7 @@ def mask_length_error(where: str, length: int, found: list[int]) -> str:
 def wrong_width_error(where: str, expected: list[int], found: list[int], info: DatasetInfo) -> str:
     """The message for hidden states that are not [T, L*D]."""
     return (
-        f"expected {where} {expected} ({info.num_taps} target_layer_ids {list(info.target_layer_ids)}, hidden size "
+        f"expected {where} {expected} ({info.num_taps} target_layer_ids {shown(list(info.target_layer_ids))}, hidden size "
         f"{info.hidden_size}), found {found}. Correct target_layer_ids, or extract with these layers."
     )
 
@@ -139,10 +142,26 @@ def open_safetensors(file: Path) -> Any:
     try:
         return safe_open(str(file), framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"expected a safetensors file in {file}, found one that cannot be read: truncated or half-written "
-            f"({error}). Copy it or write it again."
-        ) from error
+        raise _unreadable(file, error) from error
+
+
+def read_tensors(file: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Tensors of a safetensors file by name, as views of its mapping: those of `names` that it has; None: all.
+
+    Raises ValueError, naming the file, when it cannot be read or holds a type that torch does not have.
+    """
+    with open_safetensors(file) as handle:
+        try:
+            return {name: handle.get_tensor(name) for name in handle.keys() if names is None or name in names}  # noqa: SIM118
+        except (SafetensorError, OSError, AttributeError, TypeError, RuntimeError, ValueError, OverflowError) as error:
+            raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"expected a safetensors file in {file}, found one that cannot be read: truncated or half-written "
+        f"({one_line(error)}). Copy it or write it again."
+    )
 
 
 def write_safetensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -216,7 +235,7 @@ _SHARD_TYPES: dict[str, tuple[type, ...]] = {
     "sha256": (str,),
 }
 _TYPE_NAMES = {
-    int: "a whole number, at least 0",
+    int: "a whole number from 0 to 2**63 - 1",
     str: "text",
     dict: "an object",
     list: "a list",
@@ -229,17 +248,21 @@ def _check_types(values: dict[str, Any], types: dict[str, tuple[type, ...]], whe
     for name, kinds in types.items():
         value = values[name]
         # bool is an int in Python, but not in a manifest.
-        if not isinstance(value, kinds) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
+        if (
+            not isinstance(value, kinds)
+            or isinstance(value, bool)
+            or (isinstance(value, int) and not 0 <= value < 2**63)
+        ):
             words = " or ".join(_TYPE_NAMES[kind] for kind in kinds)
             raise ValueError(
-                f"expected {name} of {where} to be {words}, found {str(value)[:80]!r}. Write the dataset with this version."
+                f"expected {name} of {where} to be {words}, found {shown(value)}. Write the dataset with this version."
             )
 
 
 def _check_keys(values: object, expected: set[str], where: str) -> None:
     found = set(values) if isinstance(values, dict) else set()
     if found != expected:
-        missing, unknown = (", ".join(sorted(keys)) or "none" for keys in (expected - found, found - expected))
+        missing, unknown = (shown_names(sorted(keys), 300) or "none" for keys in (expected - found, found - expected))
         raise ValueError(
             f"expected the keys {', '.join(sorted(expected))} in {where}, found {missing} missing and {unknown} "
             "unknown. Write the dataset with this version."

@@ -1,13 +1,12 @@
 """Files of torch.save, plain or gzipped, read without trusting them.
 
-Only `torch.load(weights_only=True)` unpickles, and only after the archive's directory was compared with the file's
-size, so that no header makes us take more memory than the file has bytes. A plain file is mapped: its tensors are views
-of it. A gzipped one is decompressed into memory, at most GZIP_RATIO times its size.
+Only `torch.load(weights_only=True)` unpickles, and only after the archive's directory was compared with the file's size and
+the pickle's opcodes were read (pickle_check.py), so that no header makes us take more memory than the file has bytes. A plain
+file is mapped: its tensors are views of it. A gzipped one is decompressed into memory, at most GZIP_RATIO times its size.
 """
 
 import gzip
 import io
-import pickle
 import struct
 import zipfile
 import zlib
@@ -16,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from buffers.pickle_check import check_pickle
+from buffers.untrusted import one_line, shown_names
 
 GZIP_MAGIC, ZIP_MAGIC = b"\x1f\x8b", b"PK\x03\x04"
 # bf16 hidden states shrink to about three quarters; much more is no data of ours.
@@ -39,16 +41,16 @@ def load_archive(file: Path) -> dict[str, Any]:
             values = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         else:
             values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(_unsafe(source, error)) from error
     except Exception as error:  # torch raises whatever the damage led it to
-        raise ValueError(f"expected a whole file of torch.save, found a damaged one ({_short(error)})") from error
+        raise ValueError(f"expected a whole file of torch.save, found a damaged one ({one_line(error)})") from error
     if not isinstance(values, dict):
         raise ValueError(f"expected a dictionary of tensors, found {type(values).__name__}")
     for name, value in values.items():
         # A tensor with a stride of 0 takes no room in the file, and any amount once it is copied.
         if isinstance(value, Tensor) and value.numel() * value.element_size() > size:
-            raise ValueError(f"expected {name} to fit the file's {size} bytes, found shape {list(value.shape)}")
+            raise ValueError(
+                f"expected {shown_names([name])} to fit the file's {size} bytes, found shape {list(value.shape)}"
+            )
     return values
 
 
@@ -72,7 +74,7 @@ def _decompress(file: Path) -> bytes:
         with gzip.open(file) as unpacked:
             content = unpacked.read(limit + 1)
     except _GZIP_ERRORS as error:
-        raise ValueError(f"expected a whole gzip file, found a damaged one ({_short(error)})") from error
+        raise ValueError(f"expected a whole gzip file, found a damaged one ({one_line(error)})") from error
     if len(content) > limit or told > limit:
         raise ValueError(f"expected gzip data of at most {limit} bytes, found more ({told} by its trailer)")
     return content
@@ -88,33 +90,26 @@ def _check_directory(source: Path | io.BytesIO, magic: bytes, size: int) -> None
     try:
         with zipfile.ZipFile(source) as archive:
             entries = archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise ValueError(f"expected a whole file of torch.save, found a truncated or damaged one ({error})") from error
-    if any(entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size for entry in entries):
+            _check_entries(entries, size)
+            (name,) = [entry.filename for entry in entries if entry.filename.endswith("/data.pkl")]
+            content = archive.read(name)
+    except _Refused:
+        raise
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
         raise ValueError(
-            "expected a zip file of torch.save, which stores its parts as they are, found compressed parts"
-        )
+            f"expected a whole file of torch.save, found a truncated or damaged one ({one_line(error)})"
+        ) from error
+    data = name.removesuffix("data.pkl") + "data/"
+    check_pickle(content, {e.filename.removeprefix(data): e.file_size for e in entries if e.filename.startswith(data)})
+
+
+class _Refused(ValueError):
+    pass
+
+
+def _check_entries(entries: list[zipfile.ZipInfo], size: int) -> None:
+    if any(entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size for entry in entries):
+        raise _Refused("expected a zip file of torch.save, which stores its parts as they are, found compressed parts")
     pickles = [entry.file_size for entry in entries if entry.filename.endswith("/data.pkl")]
     if len(pickles) != 1 or pickles[0] > _PICKLE_BYTES or sum(entry.file_size for entry in entries) > size:
-        raise ValueError(f"expected a zip file of torch.save of {size} bytes, found parts that are not its own")
-
-
-def _unsafe(source: Path | io.BytesIO, error: Exception) -> str:
-    """What a file that weights_only refuses asked for."""
-    names = ""
-    try:
-        if isinstance(source, io.BytesIO):
-            source.seek(0)
-        names = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(source))
-    except Exception:  # the pickle is so odd that even its names cannot be read
-        names = ""
-    if not names:
-        return f"expected a pickle of tensors and plain values, found one that torch refuses ({_short(error)})"
-    return (
-        f"expected a pickle of tensors and plain values, found one that asks for {names} and could run code. It was not "
-        "opened; save it again as a dictionary of tensors"
-    )
-
-
-def _short(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+        raise _Refused(f"expected a zip file of torch.save of {size} bytes, found parts that are not its own")

@@ -16,8 +16,10 @@ from buffers.mixture import Mixture
 from buffers.plan_counts import count_first_epoch
 from buffers.planner import Plan
 from buffers.shapes import ATTENTION_TILE, Bucket
+from buffers.untrusted import shown, shown_names
 from engine.bucketing import Counts, batches_for, plan_for, step_cost
 from engine.drafter_config import DrafterConfig, load_drafter_config
+from engine.drafter_json import token
 from engine.engine import FrozenTarget
 from engine.export import load_drafter
 from engine.params import initial_parameters
@@ -76,27 +78,32 @@ def drafter_config(settings: Settings, info: DatasetInfo) -> DrafterConfig:
                 )
         return config
     heads = model.num_attention_heads or _needed(target, "num_attention_heads")
-    return DrafterConfig(
-        block_size=model.block_size,
-        mask_token_id=info.mask_token_id,
-        target_layer_ids=info.target_layer_ids,
-        num_target_layers=_needed(target, "num_hidden_layers"),
-        hidden_size=info.hidden_size,
-        intermediate_size=model.intermediate_size or _needed(target, "intermediate_size"),
-        num_attention_heads=heads,
-        num_key_value_heads=model.num_key_value_heads or _needed(target, "num_key_value_heads", heads),
-        head_dim=model.head_dim or _needed(target, "head_dim", info.hidden_size // heads),
-        vocab_size=info.vocab_size,
-        layer_types=model.types_of_layers,
-        sliding_window=model.sliding_window or None,
-        causal_layers=None if model.causal == "auto" else (model.causal == "yes",) * model.num_hidden_layers,
-        rms_norm_eps=norm_eps(target),
-        rope=rope_of_drafter(target),
-        max_position_embeddings=_needed(target, "max_position_embeddings", 32768),
-        bos_token_id=target.get("bos_token_id"),
-        eos_token_id=_first(target.get("eos_token_id")),
-        initializer_range=model.initializer_range,
-    )
+    try:
+        return DrafterConfig(
+            block_size=model.block_size,
+            mask_token_id=info.mask_token_id,
+            target_layer_ids=info.target_layer_ids,
+            num_target_layers=_needed(target, "num_hidden_layers"),
+            hidden_size=info.hidden_size,
+            intermediate_size=model.intermediate_size or _needed(target, "intermediate_size"),
+            num_attention_heads=heads,
+            num_key_value_heads=model.num_key_value_heads or _needed(target, "num_key_value_heads", heads),
+            head_dim=model.head_dim or _needed(target, "head_dim", info.hidden_size // heads),
+            vocab_size=info.vocab_size,
+            layer_types=model.types_of_layers,
+            sliding_window=model.sliding_window or None,
+            causal_layers=None if model.causal == "auto" else (model.causal == "yes",) * model.num_hidden_layers,
+            rms_norm_eps=norm_eps(target),
+            rope=rope_of_drafter(target),
+            max_position_embeddings=_needed(target, "max_position_embeddings", 32768),
+            bos_token_id=token(target, "bos_token_id"),
+            eos_token_id=token({"first": _first(target.get("eos_token_id"))}, "first"),
+            initializer_range=model.initializer_range,
+        )
+    except ValueError as error:
+        if str(error).startswith("dataset.json: "):
+            raise
+        raise ValueError(f"a drafter of dataset.json's target_config and [model]: {error}") from error
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +111,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     inner = config.get("text_config") or config
     if not isinstance(inner, dict):
         raise ValueError(
-            f"dataset.json: expected target_config to have an object as text_config, found {inner!r}; write the target's "
+            f"dataset.json: expected target_config to have an object as text_config, found {shown(inner)}; write the target's "
             "config.json there"
         )
     return inner
@@ -118,7 +125,7 @@ def norm_eps(target: dict[str, Any]) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(
             f"dataset.json: expected target_config to have a number from 0 to 1 as rms_norm_eps, found "
-            f"{value!r}; write the target's config.json there"
+            f"{shown(value)}; write the target's config.json there"
         )
     return float(value)
 
@@ -128,14 +135,14 @@ def refuse_unreproduced(target: dict[str, Any]) -> None:
     model_type = str(target.get("model_type", ""))
     problems = []
     if model_type.startswith(("gemma", "t5gemma", "recurrent_gemma")):
-        problems.append(f"model_type {model_type} scales its embedding")
+        problems.append(f"model_type {shown_names([model_type])} scales its embedding")
     if target.get("final_logit_softcapping"):
-        problems.append(f"final_logit_softcapping {target['final_logit_softcapping']}")
+        problems.append(f"final_logit_softcapping {shown(target['final_logit_softcapping'])}")
     if target.get("lm_head_bias"):
         problems.append("lm_head_bias")
     for key in ("embedding_multiplier", "logits_scaling", "logit_scale", "embedding_scale", "scale_emb"):
         if target.get(key) not in (None, 1):
-            problems.append(f"{key} {target[key]}")
+            problems.append(f"{key} {shown(target[key])}")
     if problems:
         raise ValueError(
             f"target cannot be reproduced: {'; '.join(problems)}. Only plain embeddings and heads are supported"
@@ -275,7 +282,8 @@ def _needed(target: dict[str, Any], key: str, default: int | None = None) -> int
         # The drafter's own number of layers is another thing than the target's.
         or_set = "" if key in ("num_hidden_layers", "max_position_embeddings") else f", or set model.{key}"
         raise ValueError(
-            f"dataset.json: expected target_config to have {key}, found {value!r}; write the target's config.json there{or_set}"
+            f"dataset.json: expected target_config to have {key}, found {shown(value)}; write the target's config.json "
+            f"there{or_set}"
         )
     return value
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from buffers.filling import all_finite
-from buffers.manifest import sha256, write_safetensors
+from buffers.manifest import read_tensors, sha256, write_safetensors
+from buffers.untrusted import one_line, parse_json, shown
 from engine.drafter_config import DrafterConfig
 from engine.engine import Engine
 from engine.metrics import MetricSums
@@ -41,8 +41,10 @@ class DamagedCheckpoint(ValueError):
     """why: what is wrong with the checkpoint, without its name."""
 
     def __init__(self, folder: Path, why: object) -> None:
-        super().__init__(f"{folder}: expected a training checkpoint, found a damaged one ({why}); remove it to go on")
-        self.why = str(why)
+        super().__init__(
+            f"{folder}: expected a training checkpoint, found a damaged one ({one_line(why, 300)}); remove it to go on"
+        )
+        self.why = one_line(why, 300)
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ def check_config(folder: Path, config: DrafterConfig) -> None:
     if changed:
         key = changed[0]
         raise ValueError(
-            f"{folder}: the checkpoint's drafter has {key} {saved.get(key)!r}, the settings ask for {ours.get(key)!r}; "
-            "set it back, or train into another run.output"
+            f"{folder}: the checkpoint's drafter has {key} {shown(saved.get(key))}, the settings ask for "
+            f"{shown(ours.get(key))}; set it back, or train into another run.output"
         )
 
 
@@ -134,8 +136,7 @@ def check_whole(folder: Path) -> None:
         if sha256(file) != digest:
             raise DamagedCheckpoint(folder, f"{TRAINING_FILE} has other bytes than were written: its SHA-256 differs")
     saved_config(folder)
-    with _opened(folder) as tensors:
-        _position(folder, state, tensors.get_tensor("consumed") if "consumed" in tensors.keys() else None)  # noqa: SIM118
+    _position(folder, state, _read_tensors(folder, ("consumed",)).get("consumed"))
 
 
 def load_checkpoint(folder: Path, engine: Engine) -> Position:
@@ -145,9 +146,12 @@ def load_checkpoint(folder: Path, engine: Engine) -> Position:
     found = _read_tensors(folder)
     position = _position(folder, read_state(folder), found.pop("consumed", None))
     expected = training_tensors(engine)
-    wrong = [name for name in expected if name not in found or found[name].shape != expected[name].shape]
-    if wrong:
-        raise DamagedCheckpoint(folder, f"no {wrong[0]} of shape {tuple(expected[wrong[0]].shape)}")
+    for name, tensor in expected.items():
+        if name not in found or (found[name].shape, found[name].dtype) != (tensor.shape, tensor.dtype):
+            raise DamagedCheckpoint(folder, f"no {name} of shape {tuple(tensor.shape)}, {tensor.dtype}")
+        # None is written; of a checkpoint without checksums nothing else would show it.
+        if tensor.is_floating_point() and not all_finite(found[name]):
+            raise DamagedCheckpoint(folder, f"NaN or infinity in {name}")
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(found[name])
@@ -163,17 +167,17 @@ def seal(state: dict[str, Any]) -> str:
 def read_state(folder: Path) -> dict[str, Any]:
     """state.json. Raises DamagedCheckpoint when there is none, or another than was written."""
     try:
-        state = json.loads((folder / STATE_FILE).read_bytes())
+        state = parse_json((folder / STATE_FILE).read_bytes())
     except OSError as error:
         raise DamagedCheckpoint(folder, f"no {STATE_FILE} to read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DamagedCheckpoint(folder, f"{STATE_FILE}: {error}") from error
     if not isinstance(state, dict):
         raise DamagedCheckpoint(folder, f"no {STATE_FILE} of format version {FORMAT_VERSION}")
     version = state.get("format_version")
     if version != FORMAT_VERSION:
         raise DamagedCheckpoint(
-            folder, f"{STATE_FILE} of format version {version!r}, this version reads {FORMAT_VERSION}"
+            folder, f"{STATE_FILE} of format version {shown(version)}, this version reads {FORMAT_VERSION}"
         )
     told = state.pop("sha256", None)
     if (told is not None or "files" in state) and told != _digest(state):
@@ -218,7 +222,7 @@ def save_drafter(
 
 def _count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} where a count belongs")
+        raise ValueError(f"{shown(value)} where a count belongs")
     return value
 
 
@@ -247,18 +251,10 @@ def _position(folder: Path, state: dict[str, Any], consumed: Tensor | None) -> P
         raise DamagedCheckpoint(folder, error) from error
 
 
-def _opened(folder: Path) -> Any:
+def _read_tensors(folder: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
     try:
-        return safe_open(folder / TRAINING_FILE, "pt")
-    except (OSError, SafetensorError) as error:
-        raise DamagedCheckpoint(folder, error) from error
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    try:
-        with _opened(folder) as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no dict
-    except (OSError, SafetensorError) as error:
+        return read_tensors(folder / TRAINING_FILE, names)
+    except ValueError as error:
         raise DamagedCheckpoint(folder, error) from error
 
 

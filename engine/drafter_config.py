@@ -5,13 +5,14 @@ the engine (DFlash2, DSpark, Domino, sinks, soft-capping ...) is refused by name
 """
 
 import dataclasses
-import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from buffers.untrusted import parse_json, shown
 from engine.drafter_json import FULL as FULL
 from engine.drafter_json import SLIDING as SLIDING
-from engine.drafter_json import all_slide, integer, layers, number, refuse_unknown_arithmetic, token
+from engine.drafter_json import all_slide, flag, integer, is_finite, layers, number, refuse_unknown_arithmetic, token
 from engine.rope import RopeConfig, rope_from_config, rope_to_config
 from engine.speculators_layout import from_speculators, is_speculators
 
@@ -89,17 +90,23 @@ class DrafterConfig:
     def from_json(cls, config: Mapping[str, object]) -> "DrafterConfig":
         """Read the object of a config.json. `dflash_config` wins over the top level (SGLang). Raises ValueError."""
         if not isinstance(config, Mapping):
-            raise ValueError(f"config.json: expected an object, found {config!r}. Correct the drafter's config.json.")
+            raise ValueError(
+                f"config.json: expected an object, found {shown(config)}. Correct the drafter's config.json."
+            )
         inner = config.get("dflash_config") or {}
         if not isinstance(inner, Mapping):
-            raise ValueError(f"dflash_config: expected an object, found {inner!r}. Correct the drafter's config.json.")
+            raise ValueError(
+                f"dflash_config: expected an object, found {shown(inner)}. Correct the drafter's config.json."
+            )
         merged = {**config, **inner}
         refuse_unknown_arithmetic(config, merged)
         num_layers = integer(config, "num_hidden_layers")
         layer_types, window = layers(config, inner, num_layers)
-        is_causal = config.get("is_causal")
-        if is_causal is None:
-            is_causal = inner.get("causal")
+        is_causal: bool | None = None
+        if config.get("is_causal") is not None:
+            is_causal = flag(config, "is_causal", False)
+        elif inner.get("causal") is not None:
+            is_causal = flag(inner, "causal", False)
         if is_causal is None and all_slide(config, inner):
             # Who writes use_swa alone trained without causality inside the block (MiMo, Model-Optimizer); so reads vLLM.
             is_causal = False
@@ -108,7 +115,7 @@ class DrafterConfig:
         taps = merged.get("target_layer_ids")
         if not isinstance(taps, Sequence) or not taps or not all(type(i) is int for i in taps):
             raise ValueError(
-                f"target_layer_ids: expected a list of layer numbers in dflash_config, found {taps!r}. Correct the "
+                f"target_layer_ids: expected a list of layer numbers in dflash_config, found {shown(taps)}. Correct the "
                 "config.json."
             )
         return cls(
@@ -124,15 +131,15 @@ class DrafterConfig:
             vocab_size=integer(config, "vocab_size"),
             layer_types=layer_types,
             sliding_window=window,
-            causal_layers=None if is_causal is None else (bool(is_causal),) * num_layers,
+            causal_layers=None if is_causal is None else (is_causal,) * num_layers,
             rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
             rope=rope_from_config(config),
             max_position_embeddings=integer(config, "max_position_embeddings", 32768),
             bos_token_id=token(config, "bos_token_id"),
             eos_token_id=token(config, "eos_token_id"),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=flag(config, "tie_word_embeddings", False),
             initializer_range=number(config, "initializer_range", 0.02),
-            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+            dtype=_dtype(config),
         )
 
     def to_json(self) -> dict[str, object]:
@@ -180,26 +187,40 @@ def load_drafter_config(directory: str | Path, num_target_layers: int | None = N
     `num_target_layers` stands in where the file does not say: speculators' own do not.
     """
     config = read_drafter_json(directory)
-    if is_speculators(config):
-        config = from_speculators(config, num_target_layers)
-    return DrafterConfig.from_json(config)
+    try:
+        if is_speculators(config):
+            config = from_speculators(config, num_target_layers)
+        return DrafterConfig.from_json(config)
+    except ValueError as error:
+        raise ValueError(f"{_file(directory)}: {error}") from error
 
 
 def read_drafter_json(directory: str | Path) -> dict[str, object]:
     """The object in `directory`/config.json. Raises ValueError when there is none."""
-    path = Path(directory) / "config.json"
+    path = _file(directory)
     if not path.is_file():
         raise ValueError(
             f"drafter config: expected the file {path}, found none. Pass a folder with config.json and "
             "model.safetensors."
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        config = parse_json(path.read_bytes())
+    except ValueError as error:
         raise ValueError(f"drafter config: expected JSON in {path}, found {error}. Copy the file again.") from error
     if not isinstance(config, dict):
-        raise ValueError(f"config.json: expected an object, found {config!r}. Correct the drafter's config.json.")
+        raise ValueError(f"{path}: expected an object, found {shown(config)}. Correct the drafter's config.json.")
     return config
+
+
+def _file(directory: str | Path) -> Path:
+    return Path(directory) / "config.json"
+
+
+def _dtype(config: Mapping[str, object]) -> str:
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.]{1,32}", name):
+        raise ValueError(f"dtype: expected the name of one, found {shown(name)}. Correct the drafter's config.json.")
+    return name
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -234,9 +255,18 @@ def _check(config: DrafterConfig) -> None:
             raise ValueError(
                 f"{name}: expected a positive integer below 2**31, found {getattr(config, name)}. Correct the drafter's settings."
             )
-    if config.block_size < 2:
+    if not 2 <= config.block_size < 2**31:
         raise ValueError(
-            f"block_size: expected at least 2 (the anchor and one draft), found {config.block_size}. Choose 4 to 32."
+            f"block_size: expected at least 2 (the anchor and one draft) and below 2**31, found {config.block_size}. Choose 4 "
+            "to 32."
+        )
+    for name in ("rms_norm_eps", "initializer_range"):
+        value = getattr(config, name)
+        if not (is_finite(value) and 0 <= value <= 1):
+            raise ValueError(f"{name}: expected a number from 0 to 1, found {value}. Correct the drafter's settings.")
+    if config.head_dim % 2:
+        raise ValueError(
+            f"head_dim: expected an even number, found {config.head_dim}. Rotary positions turn pairs of components."
         )
     if config.num_attention_heads % config.num_key_value_heads:
         raise ValueError(
@@ -250,24 +280,24 @@ def _check(config: DrafterConfig) -> None:
         )
     if not config.target_layer_ids or list(config.target_layer_ids) != sorted(set(config.target_layer_ids)):
         raise ValueError(
-            f"target_layer_ids: expected ascending layer numbers, each once, found {list(config.target_layer_ids)}. "
+            f"target_layer_ids: expected ascending layer numbers, each once, found {shown(list(config.target_layer_ids))}. "
             "Correct the list."
         )
     if not 0 <= config.target_layer_ids[0] <= config.target_layer_ids[-1] < config.num_target_layers:
         raise ValueError(
             f"target_layer_ids: expected numbers in 0..{config.num_target_layers - 1} (num_target_layers "
             f"{config.num_target_layers}), "
-            f"found {list(config.target_layer_ids)}. Correct the list."
+            f"found {shown(list(config.target_layer_ids))}. Correct the list."
         )
     unknown = [kind for kind in config.layer_types if kind not in (FULL, SLIDING)]
     if unknown or not config.layer_types:
         raise ValueError(
-            f"layer_types: expected {FULL} or {SLIDING} for at least one layer, found {list(config.layer_types)}. "
+            f"layer_types: expected {FULL} or {SLIDING} for at least one layer, found {shown(list(config.layer_types))}. "
             "Correct the list."
         )
-    if SLIDING in config.layer_types and (config.sliding_window is None or config.sliding_window < 1):
+    if SLIDING in config.layer_types and (config.sliding_window is None or not 1 <= config.sliding_window < 2**31):
         raise ValueError(
-            f"sliding_window: expected a positive window for the sliding layers, found {config.sliding_window}. Set "
+            f"sliding_window: expected a positive window below 2**31 for the sliding layers, found {config.sliding_window}. Set "
             "it in the config."
         )
     if SLIDING in config.layer_types and config.sliding_window and config.sliding_window < config.block_size:

@@ -86,7 +86,7 @@ def worth_it(bucket: BucketRecord) -> str:
     """What replaying this bucket gains, in words."""
     if bucket.how != "replayed":
         return bucket.how
-    if bucket.replay_ms is None:
+    if not bucket.replay_ms:
         return "not measured"
     if bucket.eager_ms is None:
         return "no eager step fits beside the pool"

@@ -95,6 +95,16 @@ class MetricSums:
     correct: list[float]
     supervised: list[float]
 
+    def __post_init__(self) -> None:
+        # They may come from a checkpoint's JSON. A sum too large for a float is no sum of ours.
+        if not (isinstance(self.sums, dict) and isinstance(self.correct, list) and isinstance(self.supervised, list)):
+            raise ValueError("sums that are no numbers by name and by slot")
+        numbers = [*self.sums.values(), *self.correct, *self.supervised]
+        if self.sums.keys() != set(_SUMS) or len(self.correct) != len(self.supervised):
+            raise ValueError(f"sums of {len(self.sums)} metrics, not of {len(_SUMS)}, or of slots of two counts")
+        if not all(type(number) in (int, float) and abs(number) < 2**1000 for number in numbers):
+            raise ValueError("sums that are no numbers")
+
     def __sub__(self, earlier: MetricSums) -> MetricSums:
         return MetricSums(
             {name: value - earlier.sums[name] for name, value in self.sums.items()},

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from buffers.shapes import round_up
+from buffers.untrusted import shown_names
 from engine.drafter_config import DrafterConfig
 from engine.ops.adamw_arenas import AdamWArenas
 from engine.ops.weight import GradientSums, Weight
@@ -85,8 +86,8 @@ def check_tensors(
     if problems:
         more = f", and {len(problems) - most} more" if len(problems) > most else ""
         raise ValueError(
-            f"{where}: expected the {len(shapes)} tensors of its config.json, found {', '.join(problems[:most])}{more}. Take "
-            "the weights and the config.json of one drafter"
+            f"{where}: expected the {len(shapes)} tensors of its config.json, found {shown_names(problems[:most], 1200)}{more}. "
+            "Take the weights and the config.json of one drafter"
         )
 
 

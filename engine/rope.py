@@ -11,6 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from buffers.untrusted import shown
+
 ROPE_KINDS = ("default", "yarn")
 
 
@@ -32,35 +34,50 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
             raise ValueError(
-                f"rope kind: expected one of {', '.join(ROPE_KINDS)}, found {self.kind!r}, which is not reproduced "
+                f"rope kind: expected one of {', '.join(ROPE_KINDS)}, found {shown(self.kind)}, which is not reproduced "
                 "here. "
                 "Choose a model with default or yarn positions."
             )
-        if self.theta <= 1.0:
-            raise ValueError(f"rope_theta: expected a number above 1, found {self.theta}. Correct the config.json.")
+        if not 1.0 < self.theta <= _MOST_THETA:
+            raise ValueError(
+                f"rope_theta: expected a number above 1 and at most {_MOST_THETA:g}, found {self.theta}. Correct the config.json."
+            )
         if self.kind == "yarn" and (self.factor < 1.0 or self.original_max_position_embeddings < 1):
             raise ValueError(
                 "yarn: expected factor >= 1 and a positive original_max_position_embeddings, found "
                 f"factor {self.factor} and {self.original_max_position_embeddings}. Correct rope_scaling in the "
                 "config.json."
             )
+        for name in ("factor", *_YARN_NUMBERS):
+            value = getattr(self, name)
+            if self.kind == "yarn" and value is not None and not 0.0 < value <= _MOST_FACTOR:
+                raise ValueError(
+                    f"yarn: expected a number above 0 and at most {_MOST_FACTOR:g} as {name}, found {value}. Correct "
+                    "rope_scaling in the config.json."
+                )
 
 
+# Beyond what any model has, and where fp32 holds every angle.
+_MOST_THETA, _MOST_FACTOR = 1e12, 1e6
+_YARN_NUMBERS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _PARTIAL = "partial_rotary_factor"
-_YARN_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_YARN_OPTIONAL = (*_YARN_NUMBERS, "truncate")
 
 
 def _spelling(config: Mapping[str, object], name: str) -> dict[str, object]:
     scaling = config.get(name) or {}
     if not isinstance(scaling, Mapping):
-        raise ValueError(f"{name}: expected an object or null, found {scaling!r}. Correct the config.json.")
+        raise ValueError(f"{name}: expected an object or null, found {shown(scaling)}. Correct the config.json.")
     return dict(scaling)
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name}: expected a number, found {value!r}. Correct the config.json.")
-    return float(value)
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        pass
+    raise ValueError(f"{name}: expected a number, found {shown(value)}. Correct the config.json.")
 
 
 def rope_from_config(config: Mapping[str, object]) -> RopeConfig:
@@ -73,8 +90,8 @@ def rope_from_config(config: Mapping[str, object]) -> RopeConfig:
     rope = _read_spelling(config, new or old)
     if new and old and _read_spelling(config, old) != rope:
         raise ValueError(
-            f"rope_scaling: expected what rope_parameters says, found {old} beside {new}. Correct the config.json: servers "
-            "differ in which of them they read."
+            f"rope_scaling: expected what rope_parameters says, found {shown(old)} beside {shown(new)}. Correct the "
+            "config.json: servers differ in which of them they read."
         )
     return rope
 
@@ -93,7 +110,9 @@ def rope_of_drafter(target: Mapping[str, object]) -> RopeConfig:
 
 
 def _read_spelling(config: Mapping[str, object], scaling: Mapping[str, object]) -> RopeConfig:
-    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if not isinstance(kind, str):
+        raise ValueError(f"rope kind: expected a word, found {shown(kind)}. Correct the config.json.")
     theta = _number("rope_theta", scaling.get("rope_theta", config.get("rope_theta", 10000.0)))
     partial = scaling.get(_PARTIAL, config.get(_PARTIAL))
     if partial is not None and _number(_PARTIAL, partial) != 1.0:
@@ -108,6 +127,10 @@ def _read_spelling(config: Mapping[str, object], scaling: Mapping[str, object]) 
     original = _number("original_max_position_embeddings", scaling.get("original_max_position_embeddings", longest))
     factor = scaling.get("factor")
     if factor is None:
+        if original < 1:
+            raise ValueError(
+                f"yarn: expected a positive original_max_position_embeddings, found {original}. Correct the config.json."
+            )
         factor = _number("max_position_embeddings", longest) / original
     optional: dict[str, float | bool] = {}
     for name in _YARN_OPTIONAL:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from buffers.untrusted import one_line, shown, shown_names
 from engine.settings_fields import (
     SettingsError,
     check_fields,
@@ -25,6 +26,8 @@ from engine.settings_fields import (
 # gamma of the decay for a block of K tokens, from the DFlash paper (arXiv 2602.06036).
 PAPER_GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
 LEAST_GAMMA = 0.01  # exp(-1 / 0.01) is 0 in fp32, and -0 / gamma must stay a number
+# What a name is compared by where the nearest is looked for.
+_MOST_NAME = 60
 SINK_NAMES = ("tensorboard", "wandb")  # what they are: engine/sinks.py
 
 
@@ -87,12 +90,12 @@ class ModelSettings:
         if unknown or len(self.layer_types) not in (1, self.num_hidden_layers):
             raise SettingsError(
                 f"model.layer_types: expected full or sliding, once or {self.num_hidden_layers} times "
-                f"(num_hidden_layers), found {', '.join(self.layer_types) or 'nothing'}."
+                f"(num_hidden_layers), found {shown_names(self.layer_types) or 'nothing'}."
             )
         if ("sliding" in self.layer_types) != (self.sliding_window > 0):
             raise SettingsError(
                 f"model.sliding_window: expected more than 0 exactly when model.layer_types has sliding layers, found "
-                f"{self.sliding_window} with {', '.join(self.layer_types)}. Set both or neither."
+                f"{self.sliding_window} with {shown_names(self.layer_types)}. Set both or neither."
             )
 
     @property
@@ -162,11 +165,13 @@ class DataSettings:
     def __post_init__(self) -> None:
         check_fields(self)
         if not all(self.folders):
-            raise SettingsError(f"data.path: expected the name of a folder everywhere, found {list(self.folders)}.")
+            raise SettingsError(
+                f"data.path: expected the name of a folder everywhere, found {shown(list(self.folders))}."
+            )
         if self.folders and self.weights and len(self.weights) != len(self.folders):
             raise SettingsError(
                 f"data.weights: expected a number for each folder of data.path, {len(self.folders)} in all, found "
-                f"{list(self.weights)}. Set as many, or leave it empty: 1 for each."
+                f"{shown(list(self.weights))}. Set as many, or leave it empty: 1 for each."
             )
 
     @property
@@ -213,7 +218,9 @@ class BucketsSettings:
     def __post_init__(self) -> None:
         check_fields(self)
         if any(a >= b for a, b in zip(self.lengths, self.lengths[1:], strict=False)):
-            raise SettingsError(f"buckets.lengths: expected ascending lengths, found {list(self.lengths)}. Sort them.")
+            raise SettingsError(
+                f"buckets.lengths: expected ascending lengths, found {shown(list(self.lengths))}. Sort them."
+            )
         if self.lengths and self.max_length:
             raise SettingsError(
                 f"buckets.max_length: expected 0 with buckets.lengths, found {self.max_length}. The last of the "
@@ -431,8 +438,8 @@ class RunSettings:
         unknown = [name for name in self.sinks if name not in SINK_NAMES]
         if unknown or len(set(self.sinks)) < len(self.sinks):
             raise SettingsError(
-                f"run.sinks: expected some of {', '.join(SINK_NAMES)}, each once, found {', '.join(self.sinks)}. Leave out "
-                f"{', '.join(unknown) or 'what is there twice'}."
+                f"run.sinks: expected some of {', '.join(SINK_NAMES)}, each once, found {shown_names(self.sinks)}. Leave out "
+                f"{shown_names(unknown) or 'what is there twice'}."
             )
         if not self.output:
             raise SettingsError("run.output: expected a folder, found nothing. Name one; . is the current folder.")
@@ -488,16 +495,16 @@ def load_settings(
             if section not in SECTIONS:
                 raise SettingsError(f"{path}: {_unknown_section(section)}")
             if not isinstance(table, dict):
-                raise SettingsError(f"{path}: {section}: expected a section [{section}], found {table!r}.")
+                raise SettingsError(f"{path}: {section}: expected a section [{section}], found {shown(table)}.")
             for key, value in table.items():
                 tables[section][key] = from_toml(value, _kind(section, key, f"{path}: "))
     for override in overrides:
         name, equals, text = override.partition("=")
         section, dot, key = name.strip().partition(".")
         if not (equals and dot):
-            raise SettingsError(f"--set: expected section.key=value, found {override!r}.")
+            raise SettingsError(f"--set: expected section.key=value, found {shown(override)}.")
         if section not in SECTIONS:
-            raise SettingsError(f"--set {name}: {_unknown_section(section)}")
+            raise SettingsError(f"--set {shown_names([name], 60)}: {_unknown_section(section)}")
         tables[section][key] = from_text(text.strip(), _kind(section, key, "--set: "))
     if folders:
         tables["data"]["path"] = tuple(map(str, folders))
@@ -511,12 +518,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise SettingsError(f"{path}: expected a settings file, found none to read ({error.strerror}).") from error
     except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{path}: expected TOML, found a mistake: {error}.") from error
+        raise SettingsError(f"{path}: expected TOML, found a mistake: {one_line(error)}.") from error
 
 
 def _unknown_section(section: str) -> str:
-    nearest = difflib.get_close_matches(section, SECTIONS, n=1, cutoff=0.0)[0]
-    return f"unknown section [{section}]; the nearest is [{nearest}]. Sections: {', '.join(SECTIONS)}."
+    nearest = difflib.get_close_matches(section[:_MOST_NAME], SECTIONS, n=1, cutoff=0.0)[0]
+    return (
+        f"unknown section [{shown_names([section], 40)}]; the nearest is [{nearest}]. Sections: {', '.join(SECTIONS)}."
+    )
 
 
 def _kind(section: str, key: str, where: str) -> Any:
@@ -526,10 +535,10 @@ def _kind(section: str, key: str, where: str) -> Any:
         known = [f"{other}.{name}" for other in SECTIONS for name in field_types(SECTIONS[other])]
         # The right key under the wrong section is likelier than a misspelt one.
         same = [name for name in known if name.endswith(f".{key}")]
-        near = same or [f"{section}.{name}" for name in difflib.get_close_matches(key.lower(), kinds, n=1)]
+        near = same or [f"{section}.{name}" for name in difflib.get_close_matches(key[:_MOST_NAME].lower(), kinds, n=1)]
         # A name that is like none of ours is another trainer's word: its nearest by letters would mislead.
         told = f"the nearest is {near[0]}" if near else f"[{section}] has {', '.join(kinds)}"
-        raise SettingsError(f"{where}unknown setting {section}.{key}; {told}.")
+        raise SettingsError(f"{where}unknown setting {section}.{shown_names([key], 60)}; {told}.")
     return kinds[key]
 
 

@@ -9,7 +9,10 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
+
+from buffers.untrusted import shown
 
 T = TypeVar("T")
 
@@ -69,8 +72,17 @@ def section_name(section: type) -> str:
     return section.__name__.removesuffix("Settings").lower()
 
 
-def field_types(section: type) -> dict[str, Any]:
+_TYPES: dict[type, Mapping[str, Any]] = {}
+
+
+def field_types(section: type) -> Mapping[str, Any]:
     """The declared type of every field of a section, in order."""
+    if section not in _TYPES:
+        _TYPES[section] = _field_types(section)
+    return _TYPES[section]
+
+
+def _field_types(section: type) -> Mapping[str, Any]:
     hints = typing.get_type_hints(section)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
@@ -106,7 +118,7 @@ def check_fields(section: Any) -> None:
         value = getattr(section, field.name)
         if not _fits(value, kind, limits):
             raise SettingsError(
-                f"{section_name(type(section))}.{field.name}: expected {expected(kind, limits)}, found {value!r}."
+                f"{section_name(type(section))}.{field.name}: expected {expected(kind, limits)}, found {shown(value)}."
             )
 
 

@@ -8,6 +8,8 @@ makes attributes of the draft's config.
 
 from collections.abc import Mapping, Sequence
 
+from buffers.untrusted import shown
+
 # What speculators keeps beside the drafter's tensors: the target's, and maps of a reduced vocabulary.
 NOT_THE_DRAFTERS = (
     "embed_tokens.weight",
@@ -80,7 +82,7 @@ def from_speculators(config: Mapping[str, object], num_target_layers: int | None
     """
     if config["speculators_model_type"] != "dflash":
         raise ValueError(
-            f"speculators_model_type: expected 'dflash', found {config['speculators_model_type']!r}. Only plain DFlash "
+            f"speculators_model_type: expected 'dflash', found {shown(config['speculators_model_type'])}. Only plain DFlash "
             "drafters are trained here."
         )
     if config.get("sample_from_anchor"):
@@ -90,11 +92,11 @@ def from_speculators(config: Mapping[str, object], num_target_layers: int | None
     layers, taps = config.get("transformer_layer_config"), config.get("aux_hidden_state_layer_ids")
     if not isinstance(layers, Mapping):
         raise ValueError(
-            f"transformer_layer_config: expected an object, found {layers!r}. Correct the drafter's config.json."
+            f"transformer_layer_config: expected an object, found {shown(layers)}. Correct the drafter's config.json."
         )
-    if not isinstance(taps, Sequence) or not all(isinstance(i, int) for i in taps):
+    if not isinstance(taps, Sequence) or not all(type(i) is int for i in taps):
         raise ValueError(
-            f"aux_hidden_state_layer_ids: expected a list of layer numbers, found {taps!r}. Correct the drafter's "
+            f"aux_hidden_state_layer_ids: expected a list of layer numbers, found {shown(taps)}. Correct the drafter's "
             "config.json."
         )
     found: dict[str, object] = {"num_target_layers": num_target_layers, **layers}

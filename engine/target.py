@@ -5,15 +5,15 @@ layers, and a key/value cache that can be rolled back to an earlier length.
 """
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 
+from buffers.manifest import read_tensors
+from buffers.untrusted import read_object, read_weight_map
 from engine.rope import apply_rope, rope_cos_sin, rope_inv_freq
 from engine.target_config import TargetConfig
 
@@ -263,14 +263,11 @@ def load_target(
             f"target: expected the file {path}, found none. Pass a folder with config.json and model.safetensors."
         )
     with torch.device("meta"):
-        target = Target(TargetConfig.from_json(json.loads(path.read_text(encoding="utf-8"))))
+        target = Target(TargetConfig.from_json(read_object(path)))
     expected = {name: tuple(tensor.shape) for name, tensor in target.state_dict().items()}
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(directory):
-        with safe_open(file, "pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 - safe_open is no mapping
-                if name in expected:
-                    tensors[name] = handle.get_tensor(name).to(device, dtype)
+        tensors |= {name: tensor.to(device, dtype) for name, tensor in read_tensors(file, expected).items()}
     missing = sorted(set(expected) - set(tensors))
     if missing:
         raise ValueError(
@@ -292,7 +289,7 @@ def _weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(read_weight_map(index).values()))
     files = [directory / name for name in names]
     for file in files:
         if not file.is_file():

@@ -13,10 +13,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from buffers.untrusted import parse_json, shown
 from graphs.fingerprint import Fingerprint
 
 FILE = "graphs.json"
 VERSION = 2
+_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+_MOST = 2**53
 
 
 class RecordError(ValueError):
@@ -116,28 +119,26 @@ def read_record(folder: Path) -> Record | None:
     version."""
     path = folder / FILE
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes()
     except FileNotFoundError:
         return None
-    except UnicodeDecodeError as error:
-        raise _untrusted(path, "bytes that are no text") from error
     except OSError as error:
         raise _untrusted(path, error.strerror or str(error)) from error
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError as error:
         raise _untrusted(path, f"a truncated or damaged one ({error})") from error
     if not isinstance(found, dict) or "version" not in found:
         raise _untrusted(path, "something else")
-    if found["version"] != VERSION:
-        raise _untrusted(path, f"version {found['version']!r}, not {VERSION}")
+    if found["version"] is True or found["version"] != VERSION:
+        raise _untrusted(path, f"version {shown(found['version'])}, not {VERSION}")
     content = {name: value for name, value in found.items() if name not in ("format", "version", "sha256")}
     if found.get("sha256") != _hash(content):
         raise _untrusted(path, "one that was changed after it was written")
     try:
         return _from_json(content)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise _untrusted(path, f"one without all of its parts ({error!r})") from error
+        raise _untrusted(path, f"one without all of its parts ({shown(error)})") from error
 
 
 def _to_json(record: Record) -> dict[str, Any]:
@@ -164,20 +165,38 @@ def _to_json(record: Record) -> dict[str, Any]:
 
 def _from_json(content: dict[str, Any]) -> Record:
     def bucket(found: dict[str, Any]) -> BucketRecord:
-        known = {field.name: found[field.name] for field in fields(BucketRecord)}
-        known["fingerprint"] = Fingerprint.of(found["fingerprint"])
-        known["graphs"] = tuple(GraphFigures(**graph) for graph in found["graphs"])
+        known = _plain(BucketRecord, found)
+        known["fingerprint"] = Fingerprint.of(_words(found["fingerprint"]))
+        known["graphs"] = tuple(GraphFigures(**_plain(GraphFigures, graph)) for graph in found["graphs"])
         return BucketRecord(**known)
 
     return Record(
-        generation=content["generation"],
         buckets=tuple(bucket(found) for found in content["buckets"]),
-        others=tuple(GraphFigures(**graph) for graph in content["others"]),
-        phases_s=tuple(content["phases_s"].items()),
-        kernels_compiled=content["kernels_compiled"],
-        reserved_mib=content["reserved_mib"],
-        exec_estimate_mib=content["exec_estimate_mib"],
+        others=tuple(GraphFigures(**_plain(GraphFigures, graph)) for graph in content["others"]),
+        phases_s=tuple((name, _of_kind(name, seconds, "float")) for name, seconds in content["phases_s"].items()),
+        **_plain(Record, content),
     )
+
+
+def _plain(kind: type[Any], found: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass that hold a word or a number, each of its type. Raises KeyError and TypeError."""
+    plain = {field.name: str(field.type) for field in fields(kind) if str(field.type).split(" | ")[0] in _KINDS}
+    return {name: _of_kind(name, found[name], types) for name, types in plain.items()}
+
+
+def _of_kind(name: str, value: Any, types: str) -> Any:
+    if value is None and types.endswith(" | None"):
+        return None
+    if not isinstance(value, _KINDS[types.split(" | ")[0]]) or isinstance(value, bool):
+        raise TypeError(f"{name} of {shown(value, 40)}")
+    # NaN is in no range.
+    if isinstance(value, int | float) and not -_MOST <= value <= _MOST:
+        raise TypeError(f"{name} of {shown(value, 40)}")
+    return value
+
+
+def _words(found: dict[str, Any]) -> dict[str, str]:
+    return {name: _of_kind(name, value, "str") for name, value in found.items()}
 
 
 def _hash(content: dict[str, Any]) -> str:

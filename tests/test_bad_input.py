@@ -354,13 +354,13 @@ def test_a_drafter_that_is_missing_or_damaged(command: str, tmp_path: Path, fail
     if command == "train":
         args += ["--set", f"model.init={drafter}"]
         no_config = f"expected the file {drafter}/config.json, found none"
-        no_weights = "expected a readable model.safetensors, found"
+        no_weights = "expected a safetensors file in"
     assert no_config in fails(args)
     tiny_drafter(drafter)
     file = drafter / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
-    assert "expected a readable model.safetensors, found" in fails(args)
+    assert "expected a safetensors file in" in fails(args)
     file.unlink()
     assert no_weights in fails(args)
     file.write_bytes(whole)

@@ -79,7 +79,7 @@ def test_another_version_and_changed_content_are_not_trusted(tmp_path: Path) -> 
         with pytest.raises(RecordError, match="found something else"):
             read_record(tmp_path)
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RecordError, match="bytes that are no text"):
+    with pytest.raises(RecordError, match="bytes that are no text in UTF-8"):
         read_record(tmp_path)
 
 

@@ -166,10 +166,10 @@ def test_every_float_type_and_shards_are_read(dtype: torch.dtype, tmp_path: Path
     export_drafter(sharded, tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files | {"norm2.weight": "a"}}))
-    with pytest.raises(ValueError, match="sharded: expected a readable a, found"):
+    with pytest.raises(ValueError, match="expected a safetensors file in .*sharded/a, found"):
         load_drafter(sharded)
     (sharded / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ValueError, match="index.json: expected a weight_map of file names, found none; copy"):
+    with pytest.raises(ValueError, match=r"expected an object in .*index.json, found \[\]"):
         load_drafter(sharded)
 
 
