@@ -22,6 +22,7 @@ NOT_RUN = {
     ("python", "-m", "sglang.launch_server"): "needs SGLang and a GPU",
     ("python", "convert_hf_to_gguf.py"): "needs llama.cpp",
     ("llama-server",): "needs llama.cpp",
+    ("python", "-m", "bench.reliability", "fuzz"): "takes minutes; tests/test_fuzz.py runs what it runs",
 }
 
 
