@@ -31,11 +31,17 @@ GRAPH_EXEC = 24 * MIB
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes. fixed: by name. steps: of every bucket, the largest first, as they are captured. graphs: how many."""
+    """Bytes. fixed: by name. steps: of every bucket, the largest first, as they are captured. graphs_of_bucket: how many graphs
+    each has; besides, there is the update's."""
 
     fixed: Mapping[str, int]
     steps: Mapping[Bucket, StepMemory]
-    graphs: int
+    graphs_of_bucket: int
+
+    @property
+    def graphs(self) -> int:
+        """Of all buckets, and the update's."""
+        return len(self.steps) * self.graphs_of_bucket + 1
 
     @property
     def pool(self) -> int:
@@ -103,9 +109,9 @@ def estimate(
     }
     pool = Pool()
     steps = {bucket: walk_step(pool, config, bucket, shape) for bucket in buckets}
-    # A bucket's sums are begun by one graph and, where a step has more batches, added to by another; the update has its own.
+    # A bucket's sums are begun by one graph and, where a step has more batches, added to by another.
     of_bucket = 1 + (settings.run.accumulation > 1) + held_out
-    return Estimate(fixed, steps, graphs=len(buckets) * of_bucket + 1)
+    return Estimate(fixed, steps, of_bucket)
 
 
 def step_shape(settings: Settings) -> StepShape:

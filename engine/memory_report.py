@@ -13,7 +13,7 @@ from buffers.shapes import Bucket
 from engine.assemble import make_plan, text_config
 from engine.drafter_config import DrafterConfig
 from engine.memory_budget import GIB, Budget, check_budget
-from engine.memory_estimate import Estimate, estimate
+from engine.memory_estimate import GRAPH_EXEC, Estimate, estimate
 from engine.reports import print_table
 from engine.settings import Settings
 from graphs.pool_model import MIB
@@ -60,6 +60,7 @@ def memory_figures(found: Estimate) -> dict[str, Any]:
                 "logits_mib": step.logits / MIB,
                 "most_mib": step.most / MIB,
                 "pool_grows_mib": step.grown / MIB,
+                "executables_mib": found.graphs_of_bucket * GRAPH_EXEC / MIB,
             }
             for bucket, step in found.steps.items()
         ],
@@ -71,9 +72,14 @@ def print_memory(found: Estimate, console: Console) -> None:
     print_table(
         console,
         "device memory on CUDA, estimated, MiB (docs/graphs.md): buckets as they are captured, into one pool",
-        ("bucket", "kept for backward", "logits", "most at once", "pool grows by"),
+        ("bucket", "kept for backward", "logits", "most at once", "pool grows by", "graphs", "for these"),
         (
-            (bucket.name, *(f"{nbytes / MIB:,.0f}" for nbytes in (step.kept, step.logits, step.most, step.grown)))
+            (
+                bucket.name,
+                *(f"{nbytes / MIB:,.0f}" for nbytes in (step.kept, step.logits, step.most, step.grown)),
+                str(found.graphs_of_bucket),
+                f"{found.graphs_of_bucket * GRAPH_EXEC / MIB:,.0f}",
+            )
             for bucket, step in found.steps.items()
         ),
     )

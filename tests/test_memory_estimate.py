@@ -4,12 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from bench.cli import main
 from bench.workloads import WORKLOADS
 from buffers.shapes import Bucket
 from engine.memory_budget import GIB, Budget, check_budget
-from engine.memory_estimate import Estimate, estimate
+from engine.memory_estimate import GRAPH_EXEC, Estimate, estimate
+from engine.memory_report import memory_figures, print_memory
 from engine.settings import Settings, load_settings
 from engine.settings_fields import SettingsError
 from engine.step_memory import StepShape, walk_step
@@ -65,6 +67,19 @@ def test_what_a_setting_costs_and_saves() -> None:
     assert tied.fixed["held-out inputs"] == 2 * plain.fixed["inputs"]
     assert tied.graphs == plain.graphs + 1
     assert of_workload("W2", "run.accumulation=2").graphs == plain.graphs + 1 == 3
+
+
+def test_every_bucket_is_told_what_it_takes() -> None:
+    several = of_workload("W2", "run.accumulation=2")
+    (row,) = memory_figures(several)["buckets"]
+    assert row["executables_mib"] == 2 * GRAPH_EXEC / MIB
+    assert row["pool_grows_mib"] == several.pool / MIB
+    console = Console(width=200, record=True)
+    print_memory(several, console)
+    told = console.export_text()
+    assert "1x2048x512" in told and f"{several.executables / GIB:.2f}" in told
+    (line,) = (line for line in told.splitlines() if line.split()[:1] == ["1x2048x512"])
+    assert line.split()[-2:] == ["2", f"{2 * GRAPH_EXEC / MIB:,.0f}"]
 
 
 def test_buckets_share_the_pool_of_the_largest() -> None:
