@@ -36,11 +36,20 @@ class HostMemory:
 
     @property
     def bytes(self) -> Tensor:
-        """uint8 [nbytes]. Waits until it is ready: ask before anything is captured."""
+        """uint8 [nbytes]. Waits until it is ready."""
+        self.wait()
+        return self._bytes
+
+    @property
+    def pages(self) -> Tensor:
+        """The same, at once: for views, which are not read or written before wait()."""
+        return self._bytes
+
+    def wait(self) -> None:
+        """Until the pages are there and locked."""
         if self._locking is not None:
             self._locking.join()
             self._locking = None
-        return self._bytes
 
     @property
     def why_not_locked(self) -> str:

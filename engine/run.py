@@ -92,8 +92,9 @@ class TrainingRun:
             if saved is not None:
                 check_config(saved.folder, self.engine.config)
             say_plan(self)
-            self.saving.say_size()
             self.make_ready(self.intake, self.laps)
+            self.saving.say_size()  # its pages were locked meanwhile
+            self.laps.end("snapshot")
             self._find_start(saved)
             self.tally = RunTally()
             self._open_logs(parts, saved)

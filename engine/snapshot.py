@@ -40,7 +40,8 @@ class Snapshot:
         """memory: nbytes() of the engine's config, not read or written by others from here on."""
         self._engine, cuda = engine, engine.device.type == "cuda"
         size = engine.params.size
-        parts = memory.bytes[: len(_ARENAS) * size * torch.float32.itemsize].view(torch.float32).split(size)
+        self._memory = memory
+        parts = memory.pages[: len(_ARENAS) * size * torch.float32.itemsize].view(torch.float32).split(size)
         self._arenas = dict(zip(_ARENAS, parts, strict=True))
         self._counters = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=cuda)
@@ -55,6 +56,7 @@ class Snapshot:
     def take(self) -> None:
         """Begins to copy the state as the steps queued so far will leave it. The content before is gone."""
         engine, cuda = self._engine, self.copied is not None
+        self._memory.wait()
         for name, tensor in _counters(engine).items():
             self._counters[name].copy_(tensor, non_blocking=cuda)
         if self.copied is None:
