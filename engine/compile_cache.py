@@ -7,6 +7,7 @@ run time, so there are no choices to keep beside the kernels.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -39,6 +40,8 @@ def use_compile_cache(settings: Settings, device: torch.device, say: Callable[[s
     for variable, name in _FOLDERS.items():
         if os.environ.get(variable) == _set.get(variable):
             _set[variable] = os.environ[variable] = str(folder / name)
+    if settings.model.attention == "flex":
+        threading.Thread(target=_load_compiler, name="compiler-import", daemon=True).start()
     return folder
 
 
@@ -50,6 +53,13 @@ def _name_triton() -> None:
     except ImportError:
         return  # no Triton, or one that keeps it elsewhere: its first kernel reckons it
     triton_key()
+
+
+def _load_compiler() -> None:
+    """What torch.compile loads for its first function, seconds of imports, while memory is taken and weights are drawn. Whoever
+    imports one of these meanwhile waits for it."""
+    for name in ("torch._dynamo", "torch._inductor.compile_fx", "torch.nn.attention.flex_attention"):
+        importlib.import_module(name)
 
 
 def base_folder(settings: Settings) -> Path:

@@ -77,6 +77,28 @@ def test_the_compilers_are_pointed_there_unless_the_user_did(tmp_path: Path, mon
     assert use_compile_cache(load_settings(None), CPU, never) is None
 
 
+@pytest.mark.parametrize(("attention", "loaded"), [("flex", True), ("triton", False)])
+def test_the_compiler_is_loaded_aside_where_it_will_be_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, loaded: bool
+) -> None:
+    seen, done = list[str](), threading.Event()
+
+    def note() -> None:
+        seen.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        done.set()
+
+    monkeypatch.setattr(cache, "software_fields", lambda device: FIELDS)
+    monkeypatch.setattr(cache, "_set", {})
+    monkeypatch.setattr(cache, "_name_triton", lambda: None)
+    monkeypatch.setattr(cache, "_load_compiler", note)
+    for variable in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    settings = load_settings(None, [f"run.cache={tmp_path}", f"model.attention={attention}"])
+    folder = use_compile_cache(settings, torch.device("cuda", 0), never)
+    assert done.wait(10 if loaded else 0.2) == loaded
+    assert seen == ([str(folder / "inductor")] if loaded and folder else []), "it finds the folder of its kernels"
+
+
 def test_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert base_folder(load_settings(None)) == tmp_path / "dflash-engine"
