@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.attention import Shape
+from bench.flex_shapes import once
 from engine.ops import attention_flex
 from engine.ops.attention_ref import attention_ref
 from graphs.guards import Counters
@@ -73,3 +75,18 @@ def test_flex_never_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
         attend(128)
     attend(128)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("way", "compilations"), [("a length", 3), ("all lengths", 1)])
+def test_one_compilation_may_serve_all_lengths(way: str, compilations: int) -> None:
+    """What bench.flex_shapes measures: traced here, kernels are made on a GPU alone."""
+    torch._dynamo.reset()
+    before = attention_flex._compiled_flex
+    try:
+        shape = Shape("small", 0, N=32, K=8, H=4, G=2)
+        figures = once(way, (384, 512, 640), CPU, shape, backend="eager")
+    finally:
+        attention_flex._compiled_flex = before
+        torch._dynamo.reset()
+    assert figures["compilations"] == compilations
+    assert len(figures["first_call_s"]) == len(figures["apart"]) == 3 and figures["ms"] == []
