@@ -16,6 +16,8 @@ NOT_RUN = {
     ("pip", "install"): "needs the network",
     (".venv/bin/pip", "install"): "needs the network; .ci/run runs README's line",
     (".venv/bin/python", "-m", "pytest"): "is these tests",
+    ("python", "-m", "pytest"): "is these tests",
+    ("python", "-m", "bench.tables"): "rewrites pages; tests/test_tables.py compares them",
     ("git", "clone"): "needs the network",
     ("kill", "-HUP"): "needs a process; tests/test_reconfigure.py sends the signal",
     ("vllm", "serve"): "needs vLLM and a GPU",
