@@ -74,8 +74,8 @@ def trained(demo: Demo, out: Path, attention: Literal["flex", "triton"], *, pack
     verified = {}
     verify = Engine.verify
 
-    def noted(engine: Engine, bucket: Bucket) -> Difference | None:
-        verified[bucket.name] = verify(engine, bucket)
+    def noted(engine: Engine, bucket: Bucket, *, held_out: bool = False) -> Difference | None:
+        verified[bucket.name] = verify(engine, bucket, held_out=held_out)
         return verified[bucket.name]
 
     steps = TrainingRun.steps
