@@ -23,6 +23,7 @@ from engine.drafter_config import FULL
 from engine.run import TrainingRun
 from engine.settings import ObjectiveSettings, OptimizerSettings
 from engine.snapshot import Snapshot
+from engine.verification import EQUAL
 from engine.warm_up import warm_up
 from graphs.compile_ban import no_compilation
 from graphs.executor import CaptureError, GraphExecutor
@@ -280,6 +281,19 @@ def test_a_change_that_needs_a_restart_is_refused_while_graphs_replay(
     assert figures["steps"] == 8 and figures["generation"] == 2
     assert "model.block_size 8 -> 16: expected a change that a run can take over" in capsys.readouterr().err
     assert {row["how"] for row in figures["buckets"]} == {"replayed"}
+
+
+def test_evaluation_is_compared_in_every_generation(data: Path, tmp_path: Path) -> None:
+    held_out = drafters_data(tmp_path / "held-out")
+    first = (*ON_THE_GPU, f"data.eval_path={held_out}", "run.verify=always")
+    plans = ("buckets.lengths=128,256", "buckets.lengths=256", "buckets.lengths=128,256")
+    with TrainingRun(run_settings(data, tmp_path / "run", *first, plans[0]), resume=True) as run:
+        for generation, plan in enumerate(plans, start=1):
+            run.reconfigure(run_settings(data, tmp_path / "run", *first, plan))
+            assert run.engine.generation == generation
+            assert {(b.how, b.verified, b.held_out) for b in run.graphs.buckets} == {("replayed", EQUAL, EQUAL)}
+            assert {graph.name.split()[0] for b in run.graphs.buckets for graph in b.graphs} == {"train", "eval"}
+            run.evaluate()
 
 
 @pytest.mark.parametrize("order", ["beside", "after"])
