@@ -15,6 +15,7 @@ from bench.markdown import RESULTS, markdown
 
 # Table -> record -> the command that writes it.
 RECORDS: Mapping[str, Mapping[str, str]] = {
+    "checkpoint table": {"h200-checkpoint.json": "python -m bench.reliability checkpoint --workload W2 --out"},
     "kill table": {"cpu-kill.json": "python -m bench.reliability kill --kills 50 --seed 0 --out"},
     "fuzz table": {"cpu-fuzz.json": "python -m bench.reliability fuzz --out"},
     "faults table": {"cpu-faults.json": "python -m bench.reliability faults --out"},
