@@ -17,6 +17,7 @@ from engine.graphs_ready import lasting_addresses
 from engine.intake import Intake, plan_intake
 from engine.laps import Laps
 from engine.memory_budget import Budget, budget_for
+from engine.run_files import write_description
 from engine.settings import Settings
 from engine.sinks import require_sinks
 from engine.turns import set_turns
@@ -72,7 +73,7 @@ def reconfigure(run: TrainingRun, settings: Settings) -> None:
         run.begin_at(position)
     else:
         run.schedule_steps()
-    run.write_description()
+    write_description(run)
     assert not lasting_addresses(run.engine).changes(places), "what outlives a generation has moved"
     spoken = ", ".join(map(str, changes))
     what = f"generation {run.engine.generation}, {laps}" if asks == "recapture" else "written"

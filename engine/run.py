@@ -11,8 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor
-
 from buffers.batching import Batch
 from buffers.host_memory import HostMemory
 from buffers.stages import stage
@@ -25,33 +23,32 @@ from engine.assemble import (
     weights_aside,
 )
 from engine.bad_steps import BadSteps
-from engine.changes import SETTINGS_FILE
 from engine.checking import StepChecks
-from engine.checkpoint import Position, check_config, load_checkpoint, save_drafter
-from engine.checkpoint_choice import Found, newest_whole, set_aside
+from engine.checkpoint import Position, check_config, save_drafter
+from engine.checkpoint_choice import Found, newest_whole
 from engine.compile_cache import use_compile_cache
 from engine.config_file import ConfigFile
-from engine.data_feed import Progress, beginning, carried_over, count_steps
+from engine.data_feed import Progress, count_steps
 from engine.data_source import open_training_data
 from engine.engine import Engine
-from engine.engine_buffers import engine_buffers
-from engine.graphs_ready import lasting_addresses, make_ready, refuse_moved
+from engine.graphs_ready import make_ready
 from engine.held_out import open_held_out
 from engine.intake import Intake, RunData, plan_intake
 from engine.interrupts import Interrupts
 from engine.laps import Laps
-from engine.left_out import named_samples, write_left_out
+from engine.left_out import named_samples
 from engine.memory_budget import budget_for
 from engine.optimizer import Schedule
 from engine.profiling import StepProfile
 from engine.progress import Display
 from engine.reconfigure import follow, reconfigure
-from engine.reports import MetricsLog, make_console, write_buffers
+from engine.reports import MetricsLog, make_console
+from engine.run_files import restore_run_folder, write_description, write_what_is_left_out
 from engine.run_folder import alone_in, prepare_output
 from engine.run_log import RunLog
-from engine.run_saving import RunSaving, changed_since
+from engine.run_saving import RunSaving, go_on_from
 from engine.run_tally import RunTally
-from engine.run_words import held_out_too_long, say_end, say_plan
+from engine.run_words import say_end, say_plan
 from engine.settings import Settings
 from engine.sinks import Sinks, require_sinks
 from engine.snapshot import Snapshot
@@ -60,7 +57,6 @@ from engine.watch import Watch
 from engine.watchdog import Watchdog
 from graphs.compile_ban import no_compilation
 from graphs.guards import Counters
-from graphs.record import write_record
 from graphs.steps import BuildReport
 
 
@@ -95,7 +91,7 @@ class TrainingRun:
             self.make_ready(self.intake, self.laps)
             self.saving.say_size()  # its pages were locked meanwhile
             self.laps.end("snapshot")
-            self._find_start(saved)
+            self.begin_at(go_on_from(self, saved))
             self.tally = RunTally()
             self._open_logs(parts, saved)
             self.watch = Watch()
@@ -219,7 +215,7 @@ class TrainingRun:
         rows = self.tally.rows(engine)
         self.display.stop()
         skipped = named_samples(self.data.training, self.tally.skipped(self.intake))
-        self._write_left_out(skipped)
+        write_what_is_left_out(self, skipped)
         say_end(self, rows, skipped)
         return {
             "steps": step,
@@ -303,28 +299,6 @@ class TrainingRun:
         self.engine.params.load_(weights.result())
         self.laps.end("weights")
 
-    def _find_start(self, saved: Found | None) -> None:
-        """The step and place in the data to start from, the checkpoint's content with it, and how many steps there will be."""
-        data, batches = self.data.training, self.intake.plan.batches
-        start = beginning(data, batches)
-        if saved is not None:
-            captured = lasting_addresses(self.engine)
-            position = load_checkpoint(saved.folder, self.engine)
-            refuse_moved(self.engine, captured)
-            start = carried_over(position, data, batches, self.settings.data.too_long)
-            self.saving.writer.on_disk = start.step
-            for folder, why in saved.passed_over:
-                self.say(f"{folder} is passed over and set aside: {why}")
-            set_aside(saved)
-            if self.intake.held_out is not None:
-                self.intake.held_out.go_on()
-            ignored = "; model.init is not read: the weights are the checkpoint's" if self.settings.model.init else ""
-            self.say(f"going on from {saved.folder}{ignored}")
-            changed = changed_since(saved.folder, self)
-            if changed:
-                self.say(changed)
-        self.begin_at(start)
-
     def begin_at(self, start: Position) -> None:
         """The steps that are left are those from `start` on, under today's plan and settings."""
         run = self.settings.run
@@ -350,20 +324,8 @@ class TrainingRun:
         warmup_steps = int(o.warmup_ratio * self.total_steps)
         self.schedule = Schedule(o.schedule, o.lr, self.total_steps, warmup_steps, o.min_lr_ratio)
 
-    def write_description(self) -> None:
-        """settings.toml, graphs.json and buffers.txt, as they are from here on."""
-        temporary = self.folder / f".{SETTINGS_FILE}.writing"
-        temporary.write_text(self.settings.to_toml())
-        temporary.replace(self.folder / SETTINGS_FILE)
-        write_record(self.folder, self.graphs)
-        write_buffers(self.folder / "buffers.txt", self._named_buffers())
-
-    def _named_buffers(self) -> list[tuple[str, dict[str, Tensor]]]:
-        snapshot = ("snapshot on the host", self.saving.snapshot.buffers())
-        return [*self.intake.named_buffers(), *engine_buffers(self.engine), snapshot]
-
     def _open_logs(self, parts: ExitStack, saved: Found | None) -> None:
-        self.write_description()
+        write_description(self)
         start_step = self.start.step if saved else 0
         sinks = Sinks(self.folder, self.settings, start_step, self.say, quiet=self.console.quiet)
         parts.callback(sinks.close)
@@ -381,33 +343,10 @@ class TrainingRun:
         why = "a new run" if saved is None else f"going on from {saved.folder.name}"
         self.run_log.started(self.start.step, self.total_steps, self.laps.seconds, why)
         self._evaluation = self.metrics_file.last("eval_loss")
-        self._write_left_out([])
+        write_what_is_left_out(self, [])
 
     def _restore_folder(self) -> None:
-        """metrics.jsonl was deleted or moved away, and is there again. With it went run.output, if what describes the run is gone
-        too: that is written anew, and the folder held again."""
-        if (self.folder / SETTINGS_FILE).exists():
-            self.say(f"{self.folder / 'metrics.jsonl'} was deleted or moved away: it is there again with all its lines")
-            return
-        self._parts.enter_context(alone_in(self.folder))
-        self.write_description()
-        self._write_left_out([])
-        if self.intake.held_out is not None:
-            self.intake.held_out.best = None  # best/ went too
-        self.say(
-            f"{self.folder} was deleted or moved away while the run writes there: the folder is there again with all lines of "
-            "metrics.jsonl, and the run goes on; its checkpoints are gone until the next one, as run.save_every says"
-        )
-
-    def _write_left_out(self, not_finite: Sequence[Any]) -> None:
-        write_left_out(
-            self.folder / "left_out.json",
-            too_long=self.settings.data.too_long,
-            training=self.intake.plan.too_long,
-            held_out=held_out_too_long(self),
-            not_finite=not_finite,
-            bad_files=self.data.training.bad_files,
-        )
+        restore_run_folder(self, self._parts)
 
     def make_ready(self, intake: Intake, laps: Laps, reports: Sequence[BuildReport] | None = None) -> None:
         """Graphs compiled and captured, unless `reports` say that they are, and compared with the eager steps on the first real

@@ -1,4 +1,4 @@
-"""A run's checkpoints: when one is made, what it tells of the run, and what has changed since."""
+"""A run's checkpoints: when one is made, what it tells of the run, and how another run goes on from it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from buffers.host_memory import HostMemory
-from engine.checkpoint import read_state
+from engine.checkpoint import Position, load_checkpoint, read_state
+from engine.checkpoint_choice import Found, set_aside
 from engine.checkpoint_writer import CheckpointWriter
+from engine.data_feed import beginning, carried_over
 from engine.failures import leaves_steps_whole
+from engine.graphs_ready import lasting_addresses, refuse_moved
 from engine.run_records import table
 from engine.snapshot import Snapshot
 from graphs.fingerprint import BUFFERS, Fingerprint
@@ -82,6 +85,30 @@ class RunSaving:
             "settings": asdict(run.settings),
             "fingerprints": _fingerprints(run),
         }
+
+
+def go_on_from(run: TrainingRun, found: Found | None) -> Position:
+    """Puts the checkpoint's content into the run and says so; where the run begins from there, or from the beginning without
+    one. Raises ValueError for a checkpoint of other data or another drafter."""
+    data, batches = run.data.training, run.intake.plan.batches
+    if found is None:
+        return beginning(data, batches)
+    captured = lasting_addresses(run.engine)
+    position = load_checkpoint(found.folder, run.engine)
+    refuse_moved(run.engine, captured)
+    start = carried_over(position, data, batches, run.settings.data.too_long)
+    run.saving.writer.on_disk = start.step
+    for folder, why in found.passed_over:
+        run.say(f"{folder} is passed over and set aside: {why}")
+    set_aside(found)
+    if run.intake.held_out is not None:
+        run.intake.held_out.go_on()
+    ignored = "; model.init is not read: the weights are the checkpoint's" if run.settings.model.init else ""
+    run.say(f"going on from {found.folder}{ignored}")
+    changed = changed_since(found.folder, run)
+    if changed:
+        run.say(changed)
+    return start
 
 
 def changed_since(folder: Path, run: TrainingRun) -> str:

@@ -120,7 +120,7 @@ def test_a_buffer_that_moved_is_named(config: Path, tmp_path: Path, monkeypatch:
         into.params.exp_avg = into.params.exp_avg.clone()
         return position
 
-    monkeypatch.setattr("engine.run.load_checkpoint", moving)
+    monkeypatch.setattr("engine.run_saving.load_checkpoint", moving)
     with pytest.raises(
         ValueError, match=r"found others: parameters\.exp_avg: 0x\S+ float32 .* -> 0x.*write into them in place"
     ):
