@@ -19,8 +19,8 @@ from engine.snapshot import Snapshot, training_tensors
 from engine.train import train
 from graphs.guards import Counters, host_sync_is_an_error
 from tests.drafter_helpers import assert_same_bits
-from tests.gpu.engine_helpers import BUCKETS, CUDA, Built, build, medium_config
-from tests.gpu.test_regeneration import ON_THE_GPU, drafters_data
+from tests.gpu.engine_helpers import BUCKETS, CUDA, Built, build, drafters_data, medium_config
+from tests.gpu.test_regeneration import ON_THE_GPU
 from tests.reconfigure_helpers import assert_same_run, train_edited, train_resumed
 from tests.run_helpers import checkpoint_tensors, interrupt, metrics, run_settings, steps_of
 
