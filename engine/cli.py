@@ -121,8 +121,8 @@ def plan(data: tuple[Path, ...], config: str | None, overrides: Sequence[str], a
 @click.option(
     "--check",
     is_flag=True,
-    help="Look in every step for waits, allocations, moved buffers and NaN from padding, compare replay and eager step every 20, "
-    "and stop at the first fault; short for --set run.check_every=20.",
+    help="Look in every step for waits, allocations, moved buffers and NaN from padding or stale memory, compare replay and "
+    "eager step every 20, and stop at the first fault; short for --set run.check_every=20.",
 )
 @click.option(
     "--profile",

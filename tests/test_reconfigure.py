@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from buffers.stages import stages_now
 from engine.config_file import ConfigFile
 from engine.engine import Engine
 from engine.run import TrainingRun
@@ -35,6 +37,7 @@ from tests.run_helpers import (
     every_token,
     interrupt,
     metrics,
+    records,
     run,
     run_settings,
     steps_of,
@@ -307,6 +310,25 @@ def test_a_generation_that_cannot_be_made_leaves_the_old_one(
     assert_same_run(tmp_path / "edited", tmp_path / "plain", 20)
     assert "is not taken over, the run goes on as it was: " in capsys.readouterr().err
     assert [row["bucket"] for row in figures["buckets"]][-2:] == ["1x128x32", "1x256x32"]
+
+
+def test_a_regeneration_is_a_stage_of_its_own_and_no_step(
+    data: Path, tmp_path: Path, after_step: AfterStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_ready, stages = TrainingRun.make_ready, []
+
+    def slowly(self: TrainingRun, *args: Any) -> None:
+        if hasattr(self, "watch"):
+            stages.append(stages_now()[threading.main_thread()].name)
+            time.sleep(0.3)
+        make_ready(self, *args)
+
+    monkeypatch.setattr(TrainingRun, "make_ready", slowly)
+    train_edited(after_step, data, tmp_path / "run", [(7, ("buckets.lengths=256",))], "run.log_every=4")
+    assert stages == ["regenerate"]
+    spent = {line["step"]: line["machine"] for line in records(tmp_path / "run") if "loss" in line}
+    assert spent[8]["aside_s"] >= spent[8]["host_s"]["regeneration"] >= 0.3
+    assert spent[12]["host_s"]["regeneration"] == 0
 
 
 def test_where_the_old_generation_is_lost_too_the_run_ends_with_a_checkpoint(
