@@ -31,7 +31,8 @@ from engine.kernels import ATTENTIONS
 from engine.reports import make_console, print_table
 from graphs.guards import Counters, kernels_compiled
 
-WAYS = ("a length", "all lengths")
+# torch.compile's `dynamic`; None: the second length is compiled for all that may follow.
+WAYS = {"a length": False, "all lengths": True, "all but the first": None}
 # max|flex - Triton's| / max|Triton's| of bf16 numbers that were summed in another order.
 TOLERANCE = 2e-2
 _ROOT = Path(__file__).parent.parent
@@ -40,13 +41,13 @@ _ROOT = Path(__file__).parent.parent
 def once(
     way: str, lengths: Sequence[int], device: torch.device, shape: Shape, *, backend: str = "inductor"
 ) -> dict[str, Any]:
-    """Figures of one process that compiles for "a length" or for "all lengths" at once. Raises ValueError where flex is not what
+    """Figures of one process that compiles in one of the WAYS. Raises ValueError where flex is not what
     the other attention computes."""
     began = time.perf_counter()
     from engine.ops import attention_flex
 
     attention_flex._compiled_flex = torch.compile(
-        attention_flex._flex, dynamic=way == "all lengths", fullgraph=True, backend=backend
+        attention_flex._flex, dynamic=WAYS[way], fullgraph=True, backend=backend
     )
     figures: dict[str, Any] = {"import_s": time.perf_counter() - began, "first_call_s": [], "ms": [], "apart": []}
     before = Counters.read(device)
@@ -89,7 +90,7 @@ def _work(name: str, case: Shape, device: torch.device) -> Callable[[], list[Ten
 
 
 def run(out: Path | None) -> dict[str, Any]:
-    """Both ways, each cold and warm; prints and returns the rows. A way that fails has the last line of what it said."""
+    """Every way, each cold and warm; prints and returns the rows. A way that fails has the last line of what it said."""
     rows: list[dict[str, Any]] = []
     for way in WAYS:
         with tempfile.TemporaryDirectory(prefix="dflash-flex-") as folder:

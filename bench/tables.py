@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.markdown import RESULTS, markdown
 from bench.reliability_tables import RELIABILITY_TABLES
+from bench.start_tables import start_table
 from bench.step_tables import chip_table, ops_table, recompute_table
 
 ROOT = RESULTS.parents[1]
@@ -131,7 +132,6 @@ def figures_table(results: Path = RESULTS) -> list[str]:
         for row in record("contention", results)["contention"]
         if row["threads"] == 8 and row["switch_interval_ms"] < PYTHONS_OWN_MS
     )
-    starts = record("start", results)["starts"]
     rows = [
         (
             "whole step over forward + backward, W2",
@@ -146,8 +146,6 @@ def figures_table(results: Path = RESULTS) -> list[str]:
         ("processor time of the training thread a step", "-", f"{fed['host_work_ms']:.2f} ms", "input"),
         ("throughput left beside 8 busy threads", "at least 99 %", f"{beside['throughput_left']:.1%}", "contention"),
         ("the same of the eager step", "-", f"{beside['eager_throughput_left']:.1%}", "contention"),
-        ("start of 6 buckets of W2's model, cold", "45 s", f"{_find(starts, start='cold')['seconds']:.1f} s", "start"),
-        ("the same, warm", "10 s", f"{_find(starts, start='warm')['seconds']:.1f} s", "start"),
     ]
     for name, goal in GOALS.items():
         row = next(r for r in record("attention", results)["ops"] if r["workload"] == name and "attention" in r["op"])
@@ -213,6 +211,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "mixture table": mixture_table,
     "extraction table": extraction_table,
     "fp8 table": fp8_table,
+    "start table": start_table,
     "recompute table": recompute_table,
     "chip table": chip_table,
     "ops table": ops_table,

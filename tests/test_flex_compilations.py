@@ -77,7 +77,7 @@ def test_flex_never_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("way", "compilations"), [("a length", 3), ("all lengths", 1)])
+@pytest.mark.parametrize(("way", "compilations"), [("a length", 3), ("all lengths", 1), ("all but the first", 2)])
 def test_one_compilation_may_serve_all_lengths(way: str, compilations: int) -> None:
     """What bench.flex_shapes measures: traced here, kernels are made on a GPU alone."""
     torch._dynamo.reset()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bench.reliability_tables import RECORDS, reliability_table
+from bench.start_tables import start_table
 from bench.step_tables import chip_table, ops_table, recompute_table
 from bench.tables import PAGES, filled, record
 
@@ -59,6 +60,17 @@ def test_recompute_stands_there_once_it_is_recorded(tmp_path: Path) -> None:
         "| W1 | flex | `layer` | - | - | - | out of GPU memory |",
     ]
     assert lines[5].startswith("| W3 | flex | `none`")
+
+
+def test_every_recorded_start_stands_there(tmp_path: Path) -> None:
+    assert len(start_table(tmp_path)) == 2
+    row = {"start": "warm", "seconds": 11.24, "phases": {"import": 3.0, "rest": 0.01}, "buckets": ["a"] * 6}
+    (tmp_path / "h200-start-flex.json").write_text(
+        json.dumps({"starts": [{**row, "attention": "flex", "kernels_compiled": 0}]})
+    )
+    assert start_table(tmp_path)[2:] == [
+        "| 6 buckets, flex | warm | 11.2 (12) | 0 | import 3.0 | `h200-start-flex.json` |"
+    ]
 
 
 def test_clock_and_power_stand_there_once_they_are_recorded(tmp_path: Path) -> None:
