@@ -78,10 +78,13 @@ class Counters:
 
 
 def kernels_compiled() -> int:
-    """Triton kernels, and graphs of torch.compile, that no cache on disk held and that were compiled since this module was
-    imported."""
+    """Triton kernels, and graphs of torch.compile, that no cache on disk held - or that no cache takes - and that were compiled
+    since this module was imported."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return _compiled_anew + (int(dynamo.counters["inductor"].get("fxgraph_cache_miss", 0)) if dynamo is not None else 0)
+    if dynamo is None:
+        return _compiled_anew
+    counts = dynamo.counters["inductor"]
+    return _compiled_anew + sum(int(counts.get(f"fxgraph_cache_{how}", 0)) for how in ("miss", "bypass"))
 
 
 _triton_kernels = 0

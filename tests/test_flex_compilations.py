@@ -9,7 +9,7 @@ from bench.attention import Shape
 from bench.flex_shapes import once
 from engine.ops import attention_flex
 from engine.ops.attention_ref import attention_ref
-from graphs.guards import Counters
+from graphs.guards import Counters, kernels_compiled
 from tests.attention_helpers import Case, inputs_of, mask_of
 
 CPU = torch.device("cpu")
@@ -65,6 +65,14 @@ def test_room_is_made_for_every_generations_shapes_and_running_out_is_an_error(m
         attention_flex.reserve_compilations(2)
         attend(384)
     torch._dynamo.reset()
+
+
+def test_graphs_that_no_cache_takes_are_compiled_anew_at_every_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = torch._dynamo.utils.counters["inductor"]
+    before = kernels_compiled()
+    for how, compiled in (("hit", 0), ("miss", 1), ("bypass", 2)):
+        monkeypatch.setitem(counters, f"fxgraph_cache_{how}", counters.get(f"fxgraph_cache_{how}", 0) + 1)
+        assert kernels_compiled() - before == compiled
 
 
 def test_flex_never_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
