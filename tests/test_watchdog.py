@@ -3,15 +3,23 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from buffers.dataset import Dataset, Sample
 from buffers.stages import changes_of, stage, stages_now
+from buffers.staging import InputPipeline
+from engine.checkpoint_writer import CheckpointWriter
+from engine.held_out import HeldOut
+from engine.optimizer import AdamW
 from engine.run import TrainingRun
 from engine.train import train
 from engine.watchdog import Watchdog
+from graphs.executor import GraphExecutor
 from tests.run_helpers import checkpoint_tensors, run_settings, training_dataset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -90,3 +98,66 @@ def test_a_loader_that_stalls_is_named_while_the_run_waits_and_changes_nothing(
     assert "in stalls)" not in first.split("input-loader")[0]
     calm, stalled = (checkpoint_tensors(tmp_path / name, 6) for name in ("calm", "stalled"))
     assert all((calm[name] == stalled[name]).all() for name in calm)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "stuck", "other"),
+    [
+        (InputPipeline, "_deliver", "stuck in stage 1x", ""),
+        (AdamW, "update", "stuck in call update (", ""),
+        (
+            CheckpointWriter,
+            "_write",
+            "stuck in checkpoint until that of step 4 is written (",
+            "checkpoint-writer in checkpoint step 4 (",
+        ),
+        (HeldOut, "evaluate", "stuck in evaluate (", ""),
+    ],
+)
+def test_every_stage_of_a_run_is_named(
+    where: type, name: str, stuck: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    release, real, watching = threading.Event(), getattr(where, name), threading.Event()
+
+    def stalls(*args: Any, **kwargs: Any) -> Any:
+        # Not while things are built: the watchdog is there for the steps.
+        if watching.is_set():
+            release.wait(WITHIN_S)
+        return real(*args, **kwargs)
+
+    def note(self: TrainingRun, text: str) -> None:
+        said.append(text)
+        if stuck in text:
+            release.set()
+
+    enter = TrainingRun.__enter__
+
+    def entered(self: TrainingRun) -> TrainingRun:
+        watching.set()
+        return enter(self)
+
+    monkeypatch.setattr(TrainingRun, "__enter__", entered)
+    monkeypatch.setattr(where, name, stalls)
+    monkeypatch.setattr(TrainingRun, "say", note)
+    data, held_out = training_dataset(tmp_path / "data"), training_dataset(tmp_path / "held-out")
+    changes = ("run.max_steps=9", "run.save_every=4", "run.watchdog_s=0.2", f"data.eval_path={held_out}")
+    train(run_settings(data, tmp_path / "run", *changes))
+    (line,) = [text for text in said if stuck in text][:1]
+    assert "nothing has moved for" in line and other in line and line.endswith(". See docs/trouble.md")
+
+
+def test_a_replay_that_does_not_come_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Stuck:
+        def replay(self) -> None:
+            wait_for(lambda: bool(said))
+
+    executor = object.__new__(GraphExecutor)
+    executor._graphs = {"train 4x2048x512": Stuck()}  # type: ignore[dict-item]
+    executor.poison, executor.times = False, SimpleNamespace(measure=lambda name: nullcontext())  # type: ignore[assignment]
+    monkeypatch.setattr(GraphExecutor, "_on_our_stream", lambda self: nullcontext())
+    with Watchdog(lambda: 0.02, said.append):
+        executor.run("train 4x2048x512")
+    assert "stuck in replay train 4x2048x512 (" in said[0]
