@@ -90,7 +90,13 @@ class CheckpointWriter:
         """The thread."""
         try:
             with stage("checkpoint", f"step {position.step}"):
-                self._write(position, state, keep)
+                try:
+                    self._write(position, state, keep)
+                except OSError as error:
+                    if not isinstance(error.__cause__ or error, FileNotFoundError):
+                        raise
+                    # The run's folder was deleted or moved away in the middle of it; it is made again with the file.
+                    self._write(position, state, keep)
             self.on_disk = position.step
         except _Abandoned:
             pass

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from bench.markdown import RESULTS
+from bench.reliability_faults import FAULTS
 from buffers.dataset import Dataset, Sample
 from engine.engine import Engine
 from engine.failures import message_of
 from engine.run import TrainingRun
+from engine.tensor_file import write_tensors
 from tests.full_disk_run import STEPS
 from tests.run_helpers import (
     checkpoint_tensors,
@@ -212,10 +215,10 @@ def test_a_run_folder_that_is_deleted_or_moved(
     run(data, tmp_path / "whole", *CHANGES)
 
     def away() -> None:
-        if moved:
-            (tmp_path / "runs").rename(tmp_path / "elsewhere")
-        else:
-            shutil.rmtree(tmp_path / "runs")
+        # At once: a checkpoint may be under way, and put files where they are being removed.
+        (tmp_path / "runs").rename(tmp_path / "elsewhere")
+        if not moved:
+            shutil.rmtree(tmp_path / "elsewhere")
 
     after_step(6, away)
     run(data, out, *CHANGES)
@@ -228,6 +231,28 @@ def test_a_run_folder_that_is_deleted_or_moved(
     assert files_under(out / "drafter") == files_under(tmp_path / "whole" / "drafter")
     # Whoever starts another run there is refused as before, and the same command finds it done.
     assert run(data, out, *CHANGES)["steps"] == 16
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_run_folder_that_is_deleted_while_a_checkpoint_is_written(
+    after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, out = training_dataset(tmp_path / "data"), tmp_path / "run"
+    write, written = write_tensors, [0]
+
+    def delete(*args: Any) -> Any:
+        written[0] += 1
+        if written[0] == 2 and not after:
+            out.rename(tmp_path / "gone")
+        done = write(*args)
+        if written[0] == 2 and after:
+            out.rename(tmp_path / "gone")
+        return done
+
+    monkeypatch.setattr("engine.checkpoint_writer.write_tensors", delete)
+    run(data, out, *CHANGES)
+    assert written[0] == 5 and steps_of(out) == [12, 16]
+    assert logged_steps(out) == list(range(1, 17)) and (out / "drafter").is_dir()
 
 
 def test_a_metrics_file_that_is_deleted_is_there_again(tmp_path: Path, after_step: AfterStep, said: list[str]) -> None:
@@ -279,18 +304,25 @@ def test_checkpoints_are_in_the_order_of_their_steps_whatever_their_files_dates(
 
 
 def test_no_duration_and_no_order_is_taken_from_the_wall_clock() -> None:
-    """The places that name it: a line's time for people, a record's date, and whether a file was changed."""
+    """The places that name it: a line's time for people, and whether a file was changed."""
     root = Path(__file__).resolve().parents[1]
     words = ("time.time(", "time.time_ns(", "datetime.now(", "st_mtime", "getmtime(", "st_ctime")
     found = {
         str(path.relative_to(root))
-        for package in ("buffers", "graphs", "engine", "bench")
+        for package in ("buffers", "graphs", "engine")
         for path in (root / package).rglob("*.py")
         if any(word in path.read_text() for word in words)
     }
-    assert found <= {
-        "engine/run_log.py",
-        "engine/config_file.py",
-        "buffers/foreign_recognise.py",
-        "bench/timing.py",
-    }
+    assert found == {"engine/run_log.py", "engine/config_file.py", "buffers/foreign_recognise.py"}
+
+
+def test_every_test_that_the_table_of_faults_names_is_there() -> None:
+    tests = Path(__file__).parent
+    named = [test for fault in FAULTS for test in fault.tests]
+    assert len(named) == len(set(named)) and all(fault.what and fault.then and fault.tests for fault in FAULTS)
+    for test in named:
+        file, _, function = test.partition("::")
+        assert f"\ndef {function}(" in (tests / file).read_text(), test
+    page = (tests.parent / "docs" / "reliability.md").read_text()
+    if (RESULTS / "cpu-faults.json").is_file():
+        assert all(f"`{test}`" in page for test in named), "a fault that was never recorded"

@@ -156,7 +156,8 @@ def test_a_replay_that_does_not_come_back_is_named(monkeypatch: pytest.MonkeyPat
 
     executor = object.__new__(GraphExecutor)
     executor._graphs = {"train 4x2048x512": Stuck()}  # type: ignore[dict-item]
-    executor.poison, executor.times = False, SimpleNamespace(measure=lambda name: nullcontext())  # type: ignore[assignment]
+    executor.pool_fill = None
+    executor.times = SimpleNamespace(measure=lambda name: nullcontext())  # type: ignore[assignment]
     monkeypatch.setattr(GraphExecutor, "_on_our_stream", lambda self: nullcontext())
     with Watchdog(lambda: 0.02, said.append):
         executor.run("train 4x2048x512")
