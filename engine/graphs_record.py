@@ -44,7 +44,10 @@ def record_of(
         names = [f"{kind} {bucket.name}" for kind in KINDS]
         first, outcome = next(by_name[name] for name in names if name in by_name), verified[bucket]
         graphs = tuple(figures.pop(name) for name in names if name in figures)
-        if outcome.held_out_refused:
+        held_out, evaluation = outcome.held_out, by_name.get(names[-1])
+        if evaluation is not None and evaluation.why:
+            held_out = f"called: {evaluation.why}"
+        if outcome.held_out_refused or (evaluation is not None and evaluation.why):
             graphs = tuple(graph for graph in graphs if graph.name != names[-1])
         record = BucketRecord(
             bucket=bucket.name,
@@ -55,7 +58,7 @@ def record_of(
             verified="" if outcome.refused else outcome.how,
             verify_s=outcome.seconds,
             estimate_mib=(estimates_mib or {}).get(bucket),
-            held_out=outcome.held_out,
+            held_out=held_out,
         )
         buckets.append(_with_times(record, earlier))
     return Record(

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from bench.cli import main
 from buffers.batching import Batch, BatchPlan
 from buffers.shapes import Bucket
 from engine.engine import Engine
-from engine.graphs_record import record_of
+from engine.graphs_record import print_record, record_of
 from engine.settings import ObjectiveSettings, OptimizerSettings
 from engine.verification import CALLED, DOES_NOT_FIT, EQUAL, Feed, Verified, to_compare, verify_buckets
 from graphs.executor import CaptureError
@@ -354,6 +355,22 @@ def test_an_evaluation_that_is_wrong_is_called_where_that_is_allowed_and_trainin
     evaluating.loaded.clear()
     assert hows(evaluating.verify("changed", made)) == [(EQUAL, EQUAL)] * 2
     assert [batch.bucket for batch in evaluating.loaded] == [BUCKETS[0]], "only what was refused is compared again"
+
+
+def test_an_evaluation_that_could_not_be_captured_is_told_with_the_reason(
+    evaluating: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad, why = f"eval {BUCKETS[0].name}", "could not finish warming up eval 1x128x32: it waits"
+    evaluating.graphs.called[bad] = why
+    found = evaluating.verify()
+    assert hows(found) == [(EQUAL, CALLED), (EQUAL, EQUAL)]
+    names = [f"{kind} {b.name}" for b in BUCKETS for kind in ("train", "add", "eval")]
+    reports = [BuildReport(n, "called" if n == bad else "replayed", 0.0, 0.0, 1.0, why=why * (n == bad)) for n in names]
+    made = record_of(reports, PRINTS, found)
+    assert [b.held_out for b in made.buckets] == [f"called: {why}", EQUAL]
+    assert [len(b.graphs) for b in made.buckets] == [2, 3]
+    print_record(made, Console(width=400))
+    assert f"{EQUAL}; held-out: called: {why}" in capsys.readouterr().out
 
 
 def test_the_policies_hold_for_evaluation_too(evaluating: Case) -> None:
