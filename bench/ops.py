@@ -70,7 +70,9 @@ def run(
                     # What is measured is not lost when a later one fails.
                     write_result(figures, out)
     if not rows and not refused:
-        raise ValueError(f"--only {only}: expected a word of an operation's name, found none that has it")
+        raise ValueError(
+            f"--only {only}: expected a word of an operation's name, found none that has it; leave --only out to see all"
+        )
     if not cuda:
         figures |= {"note": CPU_NOTE, "ops": [without_speeds(row) for row in rows]}
     if rows:

@@ -144,7 +144,7 @@ class ForeignDataset:
             or with_last != (last is not None and last.shape[1] == D)
         ):
             raise ValueError(
-                f"{self.path / self.name(i)}: expected what it held when the dataset was opened, found other sizes"
+                f"{self.path / self.name(i)}: expected what it held when the dataset was opened, found other sizes; start again"
             )
         return Sample(
             i,

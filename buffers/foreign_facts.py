@@ -80,7 +80,10 @@ def resolve_target(root: Path, format: str, facts: Facts, reader: Reader, has_la
         ("the hidden size of data.target", hidden_size, reader.hidden_size or hidden_size),
     ):
         if said != found:
-            raise FactsError(f"{root}: expected {name} to be {_text(found)} as the dataset says, found {_text(said)}")
+            raise FactsError(
+                f"{root}: expected {name} to be {_text(found)} as the dataset says, found {_text(said)}; leave the "
+                "setting out or correct it"
+            )
     if len(set(layer_ids)) != len(layer_ids) or min(layer_ids) < 0 or max(layer_ids) >= num_layers:
         raise FactsError(
             f"expected data.target_layer_ids to be different layers of 0..{num_layers - 1} ({facts.target} has {num_layers}), "

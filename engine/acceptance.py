@@ -54,7 +54,9 @@ class Sampler:
     def __init__(self, temperature: float, seed: int) -> None:
         """Raises ValueError for a temperature that is not above 0: greedy decoding needs no sampler."""
         if not temperature > 0:
-            raise ValueError(f"temperature: expected a number above 0 to sample, found {temperature}")
+            raise ValueError(
+                f"temperature: expected a number above 0 to sample, found {temperature}; 0 is greedy and draws nothing"
+            )
         self.temperature = temperature
         self._generator = torch.Generator().manual_seed(seed)
 

@@ -61,7 +61,7 @@ def open_training_data(folders: str | Path | Sequence[str | Path], settings: Set
     SettingsError also for weights that are not one a folder, and ValueError naming all in which the folders disagree."""
     paths = [str(folders)] if isinstance(folders, str | Path) else list(map(str, folders))
     if not paths:
-        raise SettingsError("data.path: expected a dataset's folder or several, found nothing.")
+        raise SettingsError("data.path: expected a dataset's folder or several, found nothing. Name one.")
     data = replace(settings.data, path=tuple(paths))
     weights = data.weights or (1.0,) * len(paths)
     if len(paths) == 1 and weights == (1.0,):

@@ -57,7 +57,7 @@ def export_drafter(
     out = out.resolve()
     _refuse_occupied(out)
     if layout not in LAYOUTS:
-        raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, found {layout!r}")
+        raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, found {layout!r}; choose one")
     if (layout == "speculators") != bool(verifier):
         raise ValueError(
             f"verifier: expected the target's name or folder with layout speculators and none otherwise, found "
@@ -95,7 +95,7 @@ def _architectures(verifier: str) -> list[str]:
     try:
         return list(json.loads(described.read_text(encoding="utf-8")).get("architectures") or [])
     except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{described}: expected the target's config.json, found {error}") from error
+        raise ValueError(f"{described}: expected the target's config.json, found {error}; name its folder") from error
 
 
 def _with_head(config: DrafterConfig, weights: dict[str, Tensor], verifier: str) -> dict[str, Tensor]:

@@ -83,7 +83,9 @@ def load_tokenizer(options: ExtractOptions) -> Tokenizer:
     except Exception as error:
         why = f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         if options.tokenizer or options.chat_template:
-            raise ValueError(f"--tokenizer: expected a tokenizer that can be loaded, found {why}") from error
+            raise ValueError(
+                f"--tokenizer: expected a tokenizer that can be loaded, found {why}; name another"
+            ) from error
         return Tokenizer(None, None, missing=why)
     if len(loaded) <= len(loaded.get_added_vocab()):
         # What transformers makes of a folder without a tokenizer's files.
@@ -100,7 +102,9 @@ def choose_mask_token(wanted: int | None, tokenizer: Tokenizer, vocab_size: int)
     """
     if wanted is not None:
         if not 0 <= wanted < vocab_size:
-            raise ValueError(f"--mask-token-id: expected a row of the embedding, 0..{vocab_size - 1}, found {wanted}.")
+            raise ValueError(
+                f"--mask-token-id: expected a row of the embedding, 0..{vocab_size - 1}, found {wanted}. Name one."
+            )
         return wanted, "as asked"
     own, size = tokenizer.mask_token_id, tokenizer.size
     if own is not None and own < vocab_size:

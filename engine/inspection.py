@@ -223,7 +223,8 @@ def _target_tensors(dataset: SampleSource, target: str) -> dict[str, Tensor] | N
     for name in ("embed_tokens.weight", "lm_head.weight"):
         if tuple(tensors[name].shape) != expected:
             raise ValueError(
-                f"{where}: {name} has shape {tuple(tensors[name].shape)}, expected {expected} from the dataset"
+                f"{where}: {name} has shape {tuple(tensors[name].shape)}, expected {expected} from the dataset; "
+                "give its own target"
             )
     return tensors
 

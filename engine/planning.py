@@ -18,7 +18,7 @@ from engine.memory_report import check_plan, estimate_plan, memory_figures, prin
 from engine.mixture_report import print_sources, source_rows
 from engine.reports import make_console, print_table
 from engine.settings import Settings
-from engine.work import step_flop
+from engine.work import spoken_flop, step_flop
 
 
 def show_plan(data: Path | Sequence[str | Path], settings: Settings) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def show_plan(data: Path | Sequence[str | Path], settings: Settings) -> dict[str
             "batches",
             "padding",
             "idle blocks",
-            "TFLOP/step",
+            "work of a step",
             "share of work",
         ),
         (
@@ -67,7 +67,7 @@ def show_plan(data: Path | Sequence[str | Path], settings: Settings) -> dict[str
                 str(r["batches"]),
                 f"{r['padding_fraction']:.1%}",
                 f"{r['idle_fraction']:.1%}",
-                f"{r['tflop']:.4g}",
+                spoken_flop(r["tflop"] * 1e12),
                 f"{r['cost_share']:.1%}",
             )
             for r in rows
@@ -80,7 +80,7 @@ def show_plan(data: Path | Sequence[str | Path], settings: Settings) -> dict[str
     )
     packing = "documents packed" if settings.buckets.packing else "one sample a row"
     console.print(
-        f"{packing}; idle blocks of an epoch: {plan.idle_fraction:.1%}; work of an epoch: {pflop:.4g} PFLOP",
+        f"{packing}; idle blocks of an epoch: {plan.idle_fraction:.1%}; work of an epoch: {spoken_flop(pflop * 1e15)}",
         soft_wrap=True,
     )
     memory = estimate_plan(settings, dataset, config, plan.buckets)

@@ -41,7 +41,7 @@ def plot_run(metrics: Path, buckets: Sequence[Mapping[str, Any]], out: Path) -> 
 def require_plot(out: Path) -> None:
     """Raises ValueError when `out` cannot become a picture: matplotlib or its folder is missing, or it is no PNG's name."""
     if out.suffix != ".png" or not out.parent.is_dir():
-        raise ValueError(f"plot: expected the name of a .png file in a folder that exists, found {out}")
+        raise ValueError(f"plot: expected the name of a .png file in a folder that exists, found {out}; name one")
     try:
         import matplotlib  # noqa: F401 - asked for before hours of work, not after
     except ImportError as error:

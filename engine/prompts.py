@@ -86,14 +86,16 @@ class HFTokenizer:
 def read_prompts(path: Path, tokenizer: Tokenizer, vocab_size: int) -> list[Tensor]:
     """The prompts of a file, each int64[T] with T > 0. Raises ValueError naming file and line."""
     if path.suffix not in (".txt", ".jsonl"):
-        raise ValueError(f"{path}: expected a .txt file (a prompt a line) or a .jsonl file, found another kind")
+        raise ValueError(
+            f"{path}: expected a .txt file (a prompt a line) or a .jsonl file, found another kind; name one of these"
+        )
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected text in UTF-8, found {error}") from error
+        raise ValueError(f"{path}: expected text in UTF-8, found {error}; save it again") from error
     prompts = list(_prompts(path, lines, tokenizer, vocab_size))
     if not prompts:
-        raise ValueError(f"{path}: expected at least one prompt, found none")
+        raise ValueError(f"{path}: expected at least one prompt, found none; write some")
     return prompts
 
 
@@ -104,7 +106,7 @@ def _prompts(path: Path, lines: list[str], tokenizer: Tokenizer, vocab_size: int
         try:
             ids = tokenizer.text(line) if path.suffix == ".txt" else _from_json(line, tokenizer)
             if not ids:
-                raise ValueError("expected at least one token, found an empty prompt")
+                raise ValueError("expected at least one token, found an empty prompt; leave the line out")
             if not all(0 <= i < vocab_size for i in ids):
                 raise ValueError(
                     f"expected token ids from 0 to {vocab_size - 1}, the target's vocabulary, found others; use the target's "
@@ -129,5 +131,5 @@ def _from_json(line: str, tokenizer: Tokenizer) -> list[int]:
     while end and record.messages[end - 1]["role"] == "assistant":
         end -= 1
     if not end:
-        raise ValueError("expected a turn that is not the assistant's, found none")
+        raise ValueError("expected a turn that is not the assistant's, found none; add what was asked")
     return tokenizer.chat(replace(record, messages=record.messages[:end]))

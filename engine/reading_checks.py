@@ -42,7 +42,9 @@ def some_positions(dataset: SampleSource) -> Positions:
     """Positions that have a next token, evenly spread over samples and within them. Raises ValueError when there are none."""
     usable = np.flatnonzero(dataset.lengths >= 2)
     if not len(usable):
-        raise ValueError(f"{folder_names(dataset)}: expected a sample of two tokens, found none in {len(dataset)}.")
+        raise ValueError(
+            f"{folder_names(dataset)}: expected a sample of two tokens, found none in {len(dataset)}. Extract longer ones."
+        )
     chosen = usable[np.unique(np.linspace(0, len(usable) - 1, min(_SAMPLES, len(usable))).astype(int))]
     each = -(-POSITIONS // len(chosen))
     parts: list[tuple[Tensor, ...]] = []

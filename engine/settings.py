@@ -190,7 +190,10 @@ class BucketsSettings:
         6, "most buckets that the planner may make; each costs one capture", change="recapture", low=1
     )
     token_budget: int = setting(
-        32768, "most B * (S + N * K) of a bucket: context and draft tokens of a step", change="recapture", low=1
+        32768,
+        "most B * (S + N * K) of a bucket: context and draft tokens of a step; made for a GPU, on a CPU 2048 keeps steps short",
+        change="recapture",
+        low=1,
     )
     max_length: int = setting(
         0,

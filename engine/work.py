@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from buffers.shapes import Bucket
@@ -32,6 +33,13 @@ def step_flop(config: DrafterConfig, bucket: Bucket, seen: float = 0.0) -> float
     seen = seen or bucket.S / 2
     keys = sum(min(seen, config.layer_window(i) or bucket.S) + bucket.K for i in range(layers))
     return bucket.B * (bucket.Q * (per_draft + 14 * HE * keys) + bucket.S * per_context)
+
+
+def spoken_flop(flop: float) -> str:
+    """In the unit that shows it with 1 to 3 digits before the point, as in 71.8 TFLOP."""
+    units = ("kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
+    power = min(max(int(math.log10(max(flop, 1.0)) // 3), 1), len(units))
+    return f"{flop / 1000**power:.4g} {units[power - 1]}"
 
 
 def update_bytes(params: ParamArena) -> int:

@@ -178,9 +178,9 @@ def test_every_block_of_settings_is_a_settings_file(page: Path, tmp_path: Path) 
             load_settings(tmp_path / "run.toml")
 
 
-def test_the_readme_writes_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_is_written_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its Python as it stands, with a tiny target's sizes and tensors of random numbers."""
-    (program,) = (block.text for block in blocks(ROOT / "README.md") if block.language == "python")
+    (program,) = (block.text for block in blocks(DOCS / "data.md") if block.language == "python")
     for old, new in (("4096", "8"), ("151936", "50"), ("151669", "49")):
         assert program.count(f"={old},") == 1
         program = program.replace(f"={old},", f"={new},")

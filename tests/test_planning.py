@@ -30,6 +30,7 @@ def test_a_row_for_each_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str
     told = capsys.readouterr().out
     assert "5 samples, 470 tokens" in told
     assert "1x128x32" in told
+    assert "MFLOP" in told and "e-" not in told.partition("device memory")[0]
     assert "padding of an epoch: 47.5%; too long (skip): 0" in told
 
 

@@ -6,7 +6,7 @@ from bench.matmuls import step_matmuls
 from bench.workloads import WORKLOADS
 from buffers.shapes import Bucket
 from engine.drafter_config import FULL, SLIDING
-from engine.work import FIXED_FLOP, planning_cost, step_flop
+from engine.work import FIXED_FLOP, planning_cost, spoken_flop, step_flop
 from tests.drafter_helpers import small_config
 
 
@@ -71,3 +71,11 @@ def test_planning_adds_what_a_step_costs_whatever_its_size() -> None:
     config, bucket = small_config(), Bucket(B=1, S=128, N=32, K=4)
     for device, fixed in FIXED_FLOP.items():
         assert planning_cost(config, device)(bucket) == step_flop(config, bucket) + fixed
+
+
+@pytest.mark.parametrize(
+    ("flop", "spoken"),
+    [(0, "0 kFLOP"), (5.554e10, "55.54 GFLOP"), (7.18e13, "71.8 TFLOP"), (6.4e17, "640 PFLOP"), (5e21, "5000 EFLOP")],
+)
+def test_work_is_told_in_a_unit_that_can_be_read(flop: float, spoken: str) -> None:
+    assert spoken_flop(flop) == spoken
