@@ -200,6 +200,32 @@ def test_other_software_than_the_checkpoints_is_told(
     assert "run.max_steps 4 -> 8; made with triton: " in line and " -> 99.1: numbers from here on may be" in line
 
 
+def test_the_update_behind_a_snapshot_waits_for_its_copies_on_the_device_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[Any] = []
+
+    class Stream:
+        def wait_event(self, event: object) -> None:
+            order.append(event)
+
+    copied: Any = object()
+    with TrainingRun(run_settings(data, tmp_path / "run"), resume=True) as under_way:
+        engine = under_way.engine
+        run_step = engine.executor.run
+
+        def noted(name: str) -> None:
+            order.append(name)
+            run_step(name)
+
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+        monkeypatch.setattr(engine.executor, "run", noted)
+        engine.hold_update(copied)
+        engine.update(lr=0.0)
+        engine.update(lr=0.0)
+    assert order == [copied, "update", "update"]
+
+
 def test_memory_on_the_host_is_zero_of_the_size_asked_for_and_not_a_childs() -> None:
     memory = HostMemory(10_000_001, torch.device("cpu"))
     assert memory.bytes.shape == (10_000_001,) and int(memory.bytes.sum()) == 0

@@ -84,7 +84,8 @@ def test_a_killed_run_does_again_what_came_after_its_last_checkpoint(
     assert metrics(broken) == metrics(whole)
 
 
-def test_ctrl_c_ends_with_130_and_a_checkpoint(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_an_interrupt_ends_with_130_and_a_checkpoint(data: Path, tmp_path: Path, number: signal.Signals) -> None:
     output = tmp_path / "run"
     changes = [*SETTINGS, f"data.path={data}", f"run.output={output}", "run.epochs=10000"]
     command = [sys.executable, "-m", "bench.cli", "train", *(word for change in changes for word in ("--set", change))]
@@ -92,7 +93,7 @@ def test_ctrl_c_ends_with_130_and_a_checkpoint(data: Path, tmp_path: Path) -> No
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("step 3/"):
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             break
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
