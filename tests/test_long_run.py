@@ -23,6 +23,7 @@ from buffers.shapes import Bucket
 from engine import demo
 from engine.run import TrainingRun
 from engine.train import take_steps
+from tests.fake_cuda import DEVICE, FakeCuda
 from tests.run_helpers import run_settings, training_dataset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,6 +69,24 @@ def test_a_slow_step_is_counted_where_it_belongs() -> None:
     assert found["steps"]["slowest"] == pytest.approx(3.1)
     assert (found["after_evaluation"]["count"], found["after_evaluation"]["slow"]) == (2, 2)
     assert (found["after_evaluation"]["slowest"], found["after_checkpoint"]["slowest"]) == (9, 1)
+
+
+def test_on_the_gpu_events_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+    made: list[dict[str, Any]] = []
+    event = torch.cuda.Event
+
+    def make(**options: Any) -> torch.cuda.Event:
+        made.append(options)
+        return event(**options)
+
+    monkeypatch.setattr(torch.cuda, "Event", make)
+    log = StepLog(DEVICE)
+    for index in range(50):
+        log.ended((Batch(Bucket(B=1, S=128, N=32, K=4), ((Document(index, 0, 100),),), 0),), 0)
+        log.go_on()
+    assert log.ms().tolist() == [1.0] * 50
+    assert made == [{"enable_timing": True}] * 2
 
 
 def test_the_pace_at_the_beginning_and_at_the_end() -> None:
