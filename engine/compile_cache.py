@@ -56,9 +56,10 @@ def _name_triton() -> None:
 
 
 def _load_compiler() -> None:
-    """What torch.compile loads for its first function, seconds of imports, while memory is taken and weights are drawn. Whoever
-    imports one of these meanwhile waits for it."""
-    for name in ("torch._dynamo", "torch._inductor.compile_fx", "torch.nn.attention.flex_attention"):
+    """What torch.compile loads for its first function, seconds of imports, while memory is taken and weights are drawn. The first
+    is what engine/ops/attention_flex.py begins with: who imports it meanwhile waits there, and does not come in from another side
+    of a circle of imports."""
+    for name in ("torch.nn.attention.flex_attention", "torch._dynamo", "torch._inductor.compile_fx"):
         importlib.import_module(name)
 
 
