@@ -23,9 +23,11 @@ from buffers.manifest import (
     mask_length_error,
     publish,
     sha256,
+    shard_of,
     write_safetensors,
     wrong_width_error,
 )
+from buffers.untrusted import one_line, parse_json
 
 # At 40 KB of hidden states a token (5 taps of 4096 in bf16) a shard is 1.3 GB, which the writer holds in memory.
 SHARD_TOKENS = 32768
@@ -182,7 +184,7 @@ class DatasetWriter:
         shard["offsets"] = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
         if not self._shards:
             self._list_shards()
-        file = self.path / f"shard-{len(self._shards):05d}.safetensors"
+        file = self.path / _shard_name(len(self._shards))
         _save(file, shard)
         self._shards.append(ShardInfo(file.name, len(lengths), sum(lengths), file.stat().st_size, sha256(file)))
         self._pending, self._pending_tokens = [], 0
@@ -200,11 +202,14 @@ class DatasetWriter:
         """The whole shards of an earlier writer. Raises ValueError when it wrote another dataset or a shard is not its own."""
         file = self.path / UNFINISHED
         try:
-            state = json.loads(file.read_bytes())
-            shards = [ShardInfo(**shard) for shard in state.pop("shards")]
+            state = parse_json(file.read_bytes())
+            shards = [shard_of(shard, str(file)) for shard in state.pop("shards")]
+            if [shard.file for shard in shards] != [_shard_name(number) for number in range(len(shards))]:
+                raise ValueError("shards of other names")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"expected the list of shards in {file}, found a damaged one ({error}). Remove {self.path} and start again."
+                f"expected the list of shards in {file}, found a damaged one ({one_line(error)}). Remove "
+                f"{self.path} and start again."
             ) from error
         expected = self._state()
         if state != expected:
@@ -231,6 +236,10 @@ class DatasetWriter:
     ) -> None:
         if kind is None:
             self.close()
+
+
+def _shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
 
 
 def _save(file: Path, tensors: dict[str, Tensor]) -> None:

@@ -5,6 +5,7 @@ norm, the others are the taps. The loss mask is in the Arrow dataset alone, so b
 memory-mapped files; pyarrow is the extra `arrow`.
 """
 
+import struct
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
@@ -82,13 +83,14 @@ class _ArrowRows:
         self._first = [0]
         for name in files:
             try:
+                _refuse_compressed(pyarrow, root / name)
                 # The batches hold the mapping; of the columns as much is read as shows that every row lies within its buffers:
                 # pyarrow itself believes what a file says of that, and ends the process or reads beyond it.
                 batches = list(pyarrow.ipc.open_stream(pyarrow.memory_map(str(root / name))))
                 for batch in batches:
                     for column in {"input_ids", "loss_mask"} & set(batch.schema.names):
                         batch.column(column).validate(full=True)
-            except (pyarrow.ArrowException, OSError, ValueError) as error:
+            except (pyarrow.ArrowException, OSError, ValueError, struct.error) as error:
                 raise ValueError(
                     f"{root / name}: expected an Arrow stream, found a damaged one ({one_line(error)}); copy it again"
                 ) from error
@@ -118,6 +120,28 @@ class _ArrowRows:
             # A copy: Arrow's memory is read-only, and short.
             found[column] = torch.from_numpy(np.array(cell.to_numpy(zero_copy_only=False)))
         return found
+
+
+def _refuse_compressed(pyarrow: Any, file: Path) -> None:
+    """Raises ValueError for compressed columns, of which a small file may hold any amount; `datasets` writes none."""
+    for message in pyarrow.ipc.MessageReader.open_stream(pyarrow.memory_map(str(file))):
+        if message.type == "record batch" and _is_compressed(message.metadata.to_pybytes()):
+            raise ValueError("compressed columns")
+
+
+def _is_compressed(metadata: bytes) -> bool:
+    """Whether a record batch's header, a flatbuffer, has its fourth field (format/Message.fbs of Apache Arrow)."""
+
+    def field(table: int, number: int) -> int:
+        vtable = table - struct.unpack_from("<i", metadata, table)[0]
+        inside = 6 + 2 * number <= struct.unpack_from("<H", metadata, vtable)[0]
+        offset = struct.unpack_from("<H", metadata, vtable + 4 + 2 * number)[0] if inside else 0
+        return table + offset if offset else 0
+
+    def table_at(place: int) -> int:
+        return place + int(struct.unpack_from("<I", metadata, place)[0])
+
+    return bool(field(table_at(field(table_at(0), 2)), 3))
 
 
 def _list_types(pyarrow: Any) -> tuple[type, ...]:

@@ -97,12 +97,16 @@ class DatasetInfo:
         _check_types(values, _MANIFEST_TYPES, MANIFEST)
         for layer in values["target_layer_ids"]:
             _check_types({"target_layer_ids": layer}, {"target_layer_ids": (int,)}, MANIFEST)
-        for shard in values["shards"]:
-            _check_keys(shard, {field.name for field in fields(ShardInfo)}, f"a shard of {MANIFEST}")
-            _check_types(shard, _SHARD_TYPES, f"a shard of {MANIFEST}")
-        values["shards"] = tuple(ShardInfo(**shard) for shard in values["shards"])
+        values["shards"] = tuple(shard_of(shard, f"a shard of {MANIFEST}") for shard in values["shards"])
         values["target_layer_ids"] = tuple(values["target_layer_ids"])
         return cls(**values)
+
+
+def shard_of(values: Any, where: str) -> ShardInfo:
+    """A shard from its JSON. Raises ValueError for other keys and types."""
+    _check_keys(values, {field.name for field in fields(ShardInfo)}, where)
+    _check_types(values, _SHARD_TYPES, where)
+    return ShardInfo(**values)
 
 
 def check_tokens(ids: NDArray[np.integer], mask: NDArray[np.integer], vocab_size: int, where: str) -> None:

@@ -57,17 +57,17 @@ def shown(value: object, most: int = 120) -> str:
         text = repr(value)
     except (RecursionError, ValueError):  # ValueError: an int of thousands of digits
         text = f"<{type(value).__name__}>"
-    return _printable(text, most)
+    return printable(text, most)
 
 
 def shown_names(names: Iterable[object], most: int = 120) -> str:
     """Names from a file, with commas between them, as `shown` shows a value."""
-    return _printable(", ".join(map(str, names)), most)
+    return printable(", ".join(map(str, names)), most)
 
 
 def one_line(error: object, most: int = 160) -> str:
     """Another library's message, which may repeat what it read, as part of ours."""
-    return _printable(" ".join(str(error).split()), most) or type(error).__name__
+    return printable(" ".join(str(error).split()), most) or type(error).__name__
 
 
 def is_inside(folder: Path, name: str) -> bool:
@@ -91,7 +91,8 @@ def _is_plain_name(name: str) -> bool:
     )
 
 
-def _printable(text: str, most: int) -> str:
+def printable(text: str, most: int = 2000) -> str:
+    """A text of printable characters alone: what is none, as a terminal's commands, is spelt; cut where it is long."""
     if len(text) > most:
         text = text[: most - 3] + "..."
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from buffers.untrusted import printable
 from engine.cli_data import data
 from engine.cli_options import (
     EXIT_FAILED,
@@ -367,4 +368,5 @@ def _run(group: click.Group, args: list[str], interrupted: Callable[[], bool]) -
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    # Names of files may hold a terminal's commands.
+    return printable(" ".join(text.split()), most=100_000)

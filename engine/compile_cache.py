@@ -101,5 +101,5 @@ def open_cache(base: Path, fields: Mapping[str, str], say: Callable[[str], None]
 def _read(path: Path) -> object:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None

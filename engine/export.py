@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ import torch
 from torch import Tensor
 
 from buffers.dataset import load_target_tensors
+from buffers.filling import all_finite
+from buffers.untrusted import one_line, parse_json
 from engine.checkpoint import TRAINING_FILE, check_whole, save_drafter, saved_config, saved_weights
 from engine.checkpoint_choice import newest_whole
 from engine.drafter_config import DrafterConfig, load_drafter_config, read_drafter_json
@@ -43,6 +44,9 @@ def load_drafter(folder: Path, num_target_layers: int | None = None) -> tuple[Dr
             f"{folder}: expected tensors in bf16, fp16 or fp32, found {', '.join(others[:3])}; use weights that are not "
             "quantised"
         )
+    wrong = next((name for name, tensor in weights.items() if not all_finite(tensor)), None)
+    if wrong is not None:
+        raise ValueError(f"{folder}: expected finite weights, found NaN or infinity in {wrong}; use another drafter")
     return config, weights
 
 
@@ -93,9 +97,12 @@ def _architectures(verifier: str) -> list[str]:
     if not described.is_file():
         return []
     try:
-        return list(json.loads(described.read_text(encoding="utf-8")).get("architectures") or [])
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{described}: expected the target's config.json, found {error}; name its folder") from error
+        names = parse_json(described.read_bytes()).get("architectures") or []
+        return [str(name) for name in names]
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{described}: expected the target's config.json, found {one_line(error)}; name its folder"
+        ) from error
 
 
 def _with_head(config: DrafterConfig, weights: dict[str, Tensor], verifier: str) -> dict[str, Tensor]:

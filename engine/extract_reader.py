@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from buffers.untrusted import parse_json
 from engine.chat_tokens import Tokens, checked, given_tokens
 from engine.conversations import LeftOut, parse_record, read_lines
 from engine.extract_options import ExtractOptions, Tokenizer
@@ -96,10 +97,10 @@ class Progress:
         kept: list[str] = []
         for line in path.read_text().splitlines() if path.is_file() else ():
             try:
-                state = json.loads(line)
+                state = parse_json(line)
             except ValueError:
                 break  # the line that was being written
-            if state["samples"] > samples:
+            if not isinstance(state, dict) or type(state.get("samples")) is not int or state["samples"] > samples:
                 break
             kept.append(line)
             self.state = state

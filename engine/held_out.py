@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from buffers.dataset import SampleSource, folder_names, load_target_tensors
 from buffers.manifest import TARGET_FILE
 from buffers.shapes import Bucket
 from buffers.staging import InputPipeline
+from buffers.untrusted import one_line, parse_json
 from engine.assemble import make_batch_plan
 from engine.checkpoint import save_drafter
 from engine.data_source import open_data
@@ -97,12 +97,13 @@ class HeldOut:
         self.best = None
         if file.is_file():
             try:
-                told = json.loads(file.read_bytes())
+                told = parse_json(file.read_bytes())
                 best = float(told["eval_accept_len"])
                 self.best = best if told.get("eval_data", self._digest) == self._digest else None
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                 raise ValueError(
-                    f"{file}: expected the best evaluation, found a damaged one ({error}); remove {self._folder} to go on"
+                    f"{file}: expected the best evaluation, found a damaged one ({one_line(error)}); remove "
+                    f"{self._folder} to go on"
                 ) from error
 
     def evaluate(self, engine: Engine, step: int) -> dict[str, Any]:

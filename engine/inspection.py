@@ -17,6 +17,7 @@ from buffers.foreign_facts import NORM_OF_FORMAT, Facts, missing_facts, resolve_
 from buffers.manifest import TARGET_FILE
 from buffers.open_dataset import complete, open_dataset, open_folder
 from buffers.raw_sample import RawSample
+from buffers.untrusted import printable
 from engine.assemble import norm_eps, refuse_unreproduced, text_config
 from engine.data_source import ScanProgress, facts_are_settings, facts_from
 from engine.reading_checks import check_layer_ids, check_norm, some_positions
@@ -270,4 +271,4 @@ def _show(figures: dict[str, Any]) -> None:
     console = make_console()
     print_fields(console, shown)
     for line in below:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(printable(line), markup=False, soft_wrap=True)

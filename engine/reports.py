@@ -19,6 +19,7 @@ from torch import Tensor
 from buffers.arena import arena_table
 from buffers.batching import Batch
 from buffers.shapes import Bucket
+from buffers.untrusted import printable
 from graphs.timing import StepTime
 
 # A terminal folds what is too wide for it; rich would cut numbers off instead.
@@ -66,7 +67,7 @@ def spoken(value: Any) -> str:
         return ", ".join(f"{key} {spoken(item)}" for key, item in value.items()) or "none"
     if isinstance(value, list | tuple):
         return ", ".join(map(spoken, value)) or "none"
-    return str(value)
+    return printable(str(value))
 
 
 class MetricsLog:
@@ -88,7 +89,7 @@ class MetricsLog:
             for line in path.read_bytes().splitlines():
                 try:
                     record = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue  # the line that was being written when the run died
                 step = record.get("step", 0) if isinstance(record, dict) else None
                 if isinstance(step, int) and step <= resume_step:

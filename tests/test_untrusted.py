@@ -12,11 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bench.cli import main
 from buffers.dataset import Dataset, load_target_tensors
 from buffers.manifest import read_tensors
 from buffers.torch_archive import load_archive
 from buffers.untrusted import is_inside, parse_json, read_weight_map, shown
+from engine.checkpoint import save_drafter
 from engine.drafter_config import load_drafter_config
+from engine.export import load_drafter
 from engine.settings import load_settings
 from engine.settings_fields import SettingsError
 from graphs.record import RecordError, read_record
@@ -340,3 +343,66 @@ def test_an_arrow_file_that_claims_rows_beyond_its_buffers(tmp_path: Path) -> No
     (tmp_path / "x.arrow").write_bytes(whole[: offsets + 4] + struct.pack("<i", 2**30) + whole[offsets + 8 :])
     with pytest.raises(ValueError, match="x.arrow: expected an Arrow stream, found a damaged one"):
         SpeculatorsReader(tmp_path, ["x.arrow"], {}, {"x.arrow": ""})
+
+
+def test_compressed_arrow_columns_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    import pyarrow
+    import pyarrow.ipc
+
+    from buffers.foreign_speculators import SpeculatorsReader
+
+    rows = pyarrow.table({name: [[7] * 10_000] for name in ("input_ids", "loss_mask")})
+    for compression in (None, "zstd", "lz4"):
+        options = pyarrow.ipc.IpcWriteOptions(compression=compression)
+        with (
+            pyarrow.OSFile(str(tmp_path / "x.arrow"), "wb") as sink,
+            pyarrow.ipc.new_stream(sink, rows.schema, options=options) as out,
+        ):
+            out.write_table(rows)
+        if compression is None:
+            assert SpeculatorsReader(tmp_path, ["x.arrow"], {}, {"x.arrow": ""}).arrow_rows == 1
+        else:
+            with pytest.raises(ValueError, match=r"x.arrow: expected an Arrow stream, .* \(compressed columns\)"):
+                SpeculatorsReader(tmp_path, ["x.arrow"], {}, {"x.arrow": ""})
+
+
+def test_a_name_in_a_dataset_gives_the_terminal_no_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_dataset(tmp_path, (5, 6))
+    rewrite_manifest(tmp_path, lambda manifest: manifest.update(target_name="\x1b]0;mine\x07\u202e"))
+    assert main(["data", "inspect", str(tmp_path)]) == 0
+    assert r"\x1b]0;mine\x07\u202e" in capsys.readouterr().out
+    assert main(["data", "inspect", str(tmp_path / "\x1b[2J")]) == 1
+    assert r"\x1b[2J" in capsys.readouterr().err
+
+
+def test_a_drafter_that_is_not_finite(tmp_path: Path) -> None:
+    from tests.drafter_helpers import random_weights, small_config
+
+    config = small_config()
+    save_drafter(tmp_path / "x", config, random_weights(config))
+    tensors = read_tensors(tmp_path / "x" / "model.safetensors")
+    wrong = tensors["norm.weight"].clone()
+    wrong[3] = float("nan")
+    save_file(tensors | {"norm.weight": wrong}, str(tmp_path / "y"))
+    (tmp_path / "y").replace(tmp_path / "x" / "model.safetensors")
+    with pytest.raises(
+        ValueError, match="x: expected finite weights, found NaN or infinity in norm.weight; use another"
+    ):
+        load_drafter(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [[1], [{"file": "x"}], "abc", [{"file": "../x", "num_samples": 1, "num_tokens": 5, "num_bytes": 9, "sha256": ""}]],
+)
+def test_a_list_of_unfinished_shards_with_hostile_values(shards: Any, tmp_path: Path) -> None:
+    from tests.dataset_helpers import random_sample, writer
+
+    out = writer(tmp_path, source="x", last_hidden_norm="post")
+    out.add(**random_sample(5))
+    out.end_shard()
+    state = json.loads((tmp_path / "unfinished.json").read_text())
+    (tmp_path / "unfinished.json").write_text(json.dumps(state | {"shards": shards}))
+    with pytest.raises(ValueError, match="expected the list of shards in .*unfinished.json, found a damaged one"):
+        writer(tmp_path, source="x", last_hidden_norm="post", resume=True)
