@@ -90,7 +90,8 @@ TOPICS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "engine/bad_steps*",
             "engine/sinks*",
         )
-        + ("buffers/staging*", "engine/profiling*", "engine/reconfigure*", "engine/optimizer*", "engine/engine*"),
+        + ("buffers/staging*", "engine/profiling*", "engine/reconfigure*", "engine/optimizer*", "engine/engine*")
+        + ("engine/metrics*", "engine/tensor_file*"),
     ),
     (
         "Measuring a drafter",

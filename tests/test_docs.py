@@ -148,7 +148,8 @@ def test_modules_that_are_run_exist_with_their_options(page: Path) -> None:
         source = Path(found.origin).read_text(encoding="utf-8")
         if name == "bench.reliability":
             command = reliability.get_command(click.Context(reliability), words.split()[0])
-            source = words if command is None else " ".join(o for parameter in command.params for o in parameter.opts)
+            assert command is not None, f"{page.name}: python -m {name}{words}"
+            source = " ".join(o for parameter in command.params for o in parameter.opts)
         for option in re.findall(r"(?<!\S)--[a-z-]+", words):
             assert re.search(rf"(?<!\S){option}\b", source.replace('"', " ")), f"{page.name}: python -m {name}{words}"
 
