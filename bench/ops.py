@@ -46,8 +46,8 @@ def run(
     """Compares, measures and prints; returns (and writes to `out`) a record a workload and operation. only: words of the names of
     the operations to measure, all without it.
 
-    Raises ValueError when a comparison fails, after all other operations were measured; SettingsError for a workload too large
-    for the CPU.
+    Raises ValueError when a comparison or a kernel of ours fails, after all other operations were measured; SettingsError for a
+    workload too large for the CPU.
     """
     check_plot(plot)
     device = resolve_device(settings.run.device)
@@ -63,8 +63,8 @@ def run(
                 make_console(stderr=True).print(f"measuring {workload.name} {case.op} ...")
                 try:
                     rows.append(_measure(workload, case, device, repeats, ceilings, log))
-                except ValueError as error:
-                    refused.append(f"{workload.name} {error}")
+                except (ValueError, RuntimeError) as error:  # another one may well be right, and fit
+                    refused.append(f"{workload.name} {_said(case, error)}")
                 _free(device)
                 if cuda:
                     # What is measured is not lost when a later one fails.
@@ -113,6 +113,12 @@ def check_compiled(case: Case, data: Data, dtype: torch.dtype) -> dict[str, floa
     for result, distance in found.items():
         _refuse(case, "compiled", result, distance, MOST_OF_RIVALS[dtype])
     return found
+
+
+def _said(case: Case, error: Exception) -> str:
+    """One line that begins with the operation's name."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return line if line.startswith(case.op) else f"{case.op}: {line}"
 
 
 def _refuse(case: Case, name: str, result: str, found: float, most: float) -> None:

@@ -35,10 +35,11 @@ def recompute_table(results: Path = RESULTS) -> list[str]:
 
 def chip_table(results: Path = RESULTS) -> list[str]:
     """Clock and power while the step and its bare matmuls were replayed for seconds; without a record that there is none."""
-    found: dict[str, tuple[Row, Row]] = {}
-    for step in _steps(results, "power", "step", "step-w3"):
-        if "clock_mhz" in step.get("sustained", {}):
-            found.setdefault(step["workload"], (step["sustained"], step["bare_matmuls_sustained"]))
+    found: dict[str, tuple[str, Row, Row]] = {}
+    for name in ("power", "step", "step-w3", "recompute", "recompute-w3"):
+        for step in _steps(results, name):
+            if "clock_mhz" in step.get("sustained", {}):
+                found.setdefault(step["workload"], (name, step["sustained"], step["bare_matmuls_sustained"]))
     if not found:
         return ["Power and clock themselves were not recorded."]
     rows = [
@@ -51,11 +52,22 @@ def chip_table(results: Path = RESULTS) -> list[str]:
             _number(chip, "power_capped_share", ".0%"),
             ", ".join(f"{reason} {share:.0%}" for reason, share in chip.get("reasons", {}).items()) or "-",
             _number(chip, "temperature_c", ".0f"),
+            f"`h200-{file}.json`",
         ]
-        for name, pair in sorted(found.items())
+        for name, (file, *pair) in sorted(found.items())
         for what, chip in zip(("step", "bare matmuls"), pair, strict=True)
     ]
-    head = ["workload", "replayed", "ms", "SM clock, MHz", "power, W", "under a power cap", "what holds the clock", "C"]
+    head = [
+        "workload",
+        "replayed",
+        "ms",
+        "SM clock, MHz",
+        "power, W",
+        "under a power cap",
+        "what holds the clock",
+        "C",
+        "record",
+    ]
     return ["Replayed for three seconds each, medians of nvidia-smi's samples:", "", *markdown(head, rows)]
 
 

@@ -95,3 +95,20 @@ def test_large_workloads_are_refused_on_the_cpu() -> None:
         SettingsError, match="--workload W2: expected a CUDA device for steps of 70 TFLOP, found the CPU"
     ):
         measure(workloads=("W2",))
+
+
+def test_an_operation_that_cannot_run_does_not_take_the_others_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    check = ops.check
+
+    def fails_once(case: Case, device: torch.device) -> Any:
+        if case.op == "residual, norm":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nMore about it")
+        return check(case, device)
+
+    monkeypatch.setattr(ops, "check", fails_once)
+    with pytest.raises(ValueError, match="^tiny residual, norm: CUDA out of memory.$"):
+        measure(only="norm", out=tmp_path / "ops.json")
+    measured = [row["op"] for row in json.loads((tmp_path / "ops.json").read_text())["ops"]]
+    assert measured == ["residual, norm, q k v", "norms of q k, RoPE", "residual, norm, MLP"]

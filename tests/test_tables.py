@@ -84,8 +84,8 @@ def test_clock_and_power_stand_there_once_they_are_recorded(tmp_path: Path) -> N
     ]
     (tmp_path / "h200-step.json").write_text(json.dumps({"steps": steps}))
     assert chip_table(tmp_path)[4:] == [
-        "| W2 | step | 111.2 | 1,410 of 1,980 | 698 of 700 | 90% | software power cap 90% | 61 |",
-        "| W2 | bare matmuls | 111.2 | 1,410 of 1,980 | 698 of 700 | 90% | - | 61 |",
+        "| W2 | step | 111.2 | 1,410 of 1,980 | 698 of 700 | 90% | software power cap 90% | 61 | `h200-step.json` |",
+        "| W2 | bare matmuls | 111.2 | 1,410 of 1,980 | 698 of 700 | 90% | - | 61 | `h200-step.json` |",
     ]
 
 
