@@ -185,15 +185,18 @@ class _Part:
         self._start()
 
     def _start(self) -> None:
-        # Address space is what is limited: every arena of malloc would reserve some for nothing.
-        os.environ.setdefault("MALLOC_ARENA_MAX", "1")
         context = multiprocessing.get_context("spawn")
         self._place = context.Value("q", -1, lock=False)
         self._in, out = context.Pipe(duplex=False)
         self._process = context.Process(
             target=_work, args=(self._make, self._left, self._seed, self._place, out), daemon=True
         )
+        # Address space is what is limited: every arena of malloc would reserve some for nothing.
+        before = os.environ.get("MALLOC_ARENA_MAX")
+        os.environ["MALLOC_ARENA_MAX"] = before or "1"
         self._process.start()
+        if before is None:
+            del os.environ["MALLOC_ARENA_MAX"]
         out.close()
         self._seen, self._seen_s = -1, time.monotonic()
 
