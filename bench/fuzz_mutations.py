@@ -177,7 +177,7 @@ def dump_json(value: Any) -> bytes:
         (b'"@deep object"', b'{"a":' * 3000 + b"1" + b"}" * 3000),
         (b'"@open"', b"[" * 100_000),
     ):
-        text = text.replace(marker, nested)
+        text = text.replace(marker, nested, 1)  # one: a list may hold the marker thousands of times
     return text
 
 
