@@ -72,15 +72,19 @@ def _kind(text: str) -> str:
     return _VARIABLE.sub("#", text)[:120]
 
 
-class Runner:
-    """Writes inputs into a folder in memory, where there is one, and reads them there."""
+def _room() -> tempfile.TemporaryDirectory[str]:
+    """A folder in memory, where there is one, which goes when its owner says so: whoever reads in it may die."""
+    root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    return tempfile.TemporaryDirectory(prefix="dflash-fuzz-", dir=root)
 
-    def __init__(self, target: Target) -> None:
+
+class Runner:
+    """Writes inputs into a folder below `room` and reads them there."""
+
+    def __init__(self, target: Target, room: str) -> None:
         """Raises RuntimeError when a seed cannot be read."""
         self._target, self._present = target, dict[str, bytes | Path]()
-        root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self._temporary = tempfile.TemporaryDirectory(prefix="dflash-fuzz-", dir=root)
-        self.folder = Path(self._temporary.name) / "case"
+        self.folder = Path(room) / "case"
         self._warm = False
         for number, seed in enumerate(target.seeds):
             outcome, text = self.run(seed)
@@ -102,10 +106,6 @@ class Runner:
             if (taken_s := time.process_time() - began_s) > MOST_CPU_S:
                 return "fault", f"it took {taken_s:.1f} s: {outcome} {text[:300]}"
         return outcome, text
-
-    def close(self) -> None:
-        """The folder goes."""
-        self._temporary.cleanup()
 
     def _write(self, files: Files) -> None:
         self.folder.mkdir(exist_ok=True)
@@ -145,34 +145,30 @@ def _alone() -> Iterator[None]:
 def run_here(target: Target, indices: Sequence[int], seed: int = 0) -> Tally:
     """In this process: an input that ends it ends all."""
     tally = Tally()
-    with _alone():
-        runner = Runner(target)
-        try:
-            for index in indices:
-                tally.add(index, *runner.run(make_files(target, seed, index)))
-        finally:
-            runner.close()
+    with _alone(), _room() as room:
+        runner = Runner(target, room)
+        for index in indices:
+            tally.add(index, *runner.run(make_files(target, seed, index)))
     return tally
 
 
-def _work(make: Callable[[], Target], indices: Sequence[int], seed: int, place: Any, out: Connection) -> None:
+def _work(
+    make: Callable[[], Target], room: str, indices: Sequence[int], seed: int, place: Any, out: Connection
+) -> None:
     """A process's part: tallies of _REPORT_EVERY inputs each, and `place` always at the input under way."""
     with _alone():
         target = make()
-        runner = Runner(target)
+        runner = Runner(target, room)
         with open("/proc/self/statm") as statm:
             taken = int(statm.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + (MOST_MIB << 20),) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        try:
-            for start in range(0, len(indices), _REPORT_EVERY):
-                tally = Tally()
-                for index in indices[start : start + _REPORT_EVERY]:
-                    place.value = index
-                    tally.add(index, *runner.run(make_files(target, seed, index)))
-                out.send(tally)
-        finally:
-            runner.close()
+        for start in range(0, len(indices), _REPORT_EVERY):
+            tally = Tally()
+            for index in indices[start : start + _REPORT_EVERY]:
+                place.value = index
+                tally.add(index, *runner.run(make_files(target, seed, index)))
+            out.send(tally)
     out.send(None)
 
 
@@ -186,10 +182,11 @@ class _Part:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
+        self._room = _room()
         self._place = context.Value("q", -1, lock=False)
         self._in, out = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_work, args=(self._make, self._left, self._seed, self._place, out), daemon=True
+            target=_work, args=(self._make, self._room.name, self._left, self._seed, self._place, out), daemon=True
         )
         # Address space is what is limited: every arena of malloc would reserve some for nothing.
         before = os.environ.get("MALLOC_ARENA_MAX")
@@ -207,6 +204,7 @@ class _Part:
                 tally = self._in.recv()
                 if tally is None:
                     self._process.join()
+                    self._room.cleanup()
                     self.done = True
                     return
                 self._tally.merge(tally)
@@ -223,6 +221,7 @@ class _Part:
             self._blame(f"no answer within {MOST_WALL_S:.0f} s")
 
     def _blame(self, text: str) -> None:
+        self._room.cleanup()
         index = self._place.value
         if index < 0:
             raise RuntimeError(f"{text} before the first input was read")
