@@ -73,8 +73,8 @@ def chip_table(results: Path = RESULTS) -> list[str]:
 
 def ops_table(results: Path = RESULTS) -> list[str]:
     """Every operation: ours, and how many times longer the others take; nothing without a record."""
-    file = results / "h200-ops.json"
-    if not file.is_file():
+    files = [file for name in ("ops", "ops-w3") if (file := results / f"h200-{name}.json").is_file()]
+    if not files:
         return []
     rows = [
         [
@@ -85,10 +85,11 @@ def ops_table(results: Path = RESULTS) -> list[str]:
             *(_number(op["results"].get(name, {}), "time_over_ours", ".2f") for name in _RIVALS),
             _number(op["results"]["ours"], "error", ".1e"),
         ]
+        for file in files
         for op in json.loads(file.read_text())["ops"]
     ]
     head = ["operation", "ms", "rate", "of the ceiling", *(f"{name}, times" for name in _RIVALS), "error"]
-    return [*markdown(head, rows), "", "(`bench/results/h200-ops.json`)"]
+    return [*markdown(head, rows), "", f"({', '.join(f'`bench/results/{file.name}`' for file in files)})"]
 
 
 _RIVALS = ("reference", "torch", "compiled", "flex")

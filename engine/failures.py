@@ -10,6 +10,8 @@ _WHAT_TO_DO = (
 _LESS_MEMORY = (
     "Lower buckets.token_budget, buckets.num_anchors or model.head_chunk, or free memory that other processes hold."
 )
+# Not torch's allocator says so but the driver or cuBLAS: there is no room for a context, a graph, a handle or a work space.
+_NO_ROOM_ON_THE_GPU = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "`cublasCreate(handle)`")
 
 
 def leaves_steps_whole(error: BaseException | None) -> bool:
@@ -48,8 +50,7 @@ def message_of(error: Exception) -> str | None:
 
         if isinstance(error, CaptureError | CheckFailed | LoaderEnded):
             return str(error)
-        if "CUDA error: out of memory" in str(error):
-            # Not torch's allocator but the driver: there is no room for a context, a graph or a library's work space.
+        if any(words in str(error) for words in _NO_ROOM_ON_THE_GPU):
             from engine.gpu_holders import all_holders
 
             return f"the GPU's memory is full ({all_holders()}). End what should not run there, or take another GPU."

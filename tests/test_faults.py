@@ -193,18 +193,24 @@ def test_a_gpu_that_is_full_in_mid_run(tmp_path: Path, monkeypatch: pytest.Monke
     goes_on_as_if_nothing_had_been(data, out)
 
 
-def test_a_gpu_without_room_for_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasLtMatmul(...)`",
+    ],
+)
+def test_a_gpu_without_room_for_the_process_itself(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "engine.gpu_holders._ask_nvidia_smi", lambda: "GPU-1, 4242, /usr/bin/python3, train.py, 139000\n"
     )
-    assert message_of(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be")) == (
+    assert message_of(RuntimeError(error)) == (
         "the GPU's memory is full (held by /usr/bin/python3, train.py (pid 4242) 139,000 MiB). End what should not run there, or "
         "take another GPU."
     )
     monkeypatch.setattr("engine.gpu_holders._ask_nvidia_smi", lambda: None)
-    assert "nvidia-smi would tell, which was not found here" in (
-        message_of(RuntimeError("CUDA error: out of memory")) or ""
-    )
+    assert "nvidia-smi would tell, which was not found here" in (message_of(RuntimeError(error)) or "")
 
 
 @pytest.mark.parametrize("moved", [False, True])

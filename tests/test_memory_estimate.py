@@ -162,13 +162,13 @@ def test_the_smallest_change_that_fits_is_named() -> None:
     assert "expected a plan within 52.0 GiB (a test), found one estimated to need 52.3 GiB: 31.0 for weights" in told
     assert "21.3 for the graphs' pool (largest: 1x4096x1024), 0.0 for the graphs" in told
     assert told.endswith('; set model.recompute = "mlp" (44.5 GiB)'), "smaller chunks of logits would not help here"
-    assert refuse("W3", 42.0, one_row).endswith('; set model.recompute = "layer" (41.4 GiB)')
+    assert refuse("W3", 42.0, one_row).endswith('; set model.recompute = "layer" (41.3 GiB)')
     assert refuse("W3", 50.0, two_rows, "model.recompute=layer").endswith(
-        "; set buckets.token_budget = 55296 (41.4 GiB)"
+        "; set buckets.token_budget = 55296 (41.3 GiB)"
     )
     assert refuse("W1", 3.8, "buckets.token_budget=8704").endswith("; set model.head_chunk = 1024 (3.7 GiB)")
     told = refuse("W3", 20.0, two_rows)
-    assert "; no recompute, head_chunk or token_budget fits, the least is 41.4 GiB: free memory" in told
+    assert "; no recompute, head_chunk or token_budget fits, the least is 41.3 GiB: free memory" in told
 
 
 def test_what_fits_is_not_refused() -> None:

@@ -255,7 +255,7 @@ def test_the_first_replay_of_a_graph_on_the_device_takes_no_more_memory(kernels:
     taken = [a - b for a, b in pairwise(steps)]
     print(f"executable graphs of {kernels} kernels took {taken} MiB, their first replays {steps[-1] - after}")
     assert x[0].item() == 1 + 4 * kernels
-    assert max(taken) * MIB <= GRAPH_EXEC
+    assert max(taken) * MIB <= GRAPH_EXEC * kernels / 500
     assert steps[-1] - after <= 2, "a replay's memory was not taken when it was put on the device"
 
 
