@@ -56,9 +56,9 @@ def check_budget(
     fixed = sum(found.fixed.values())
     held = f"; {budget.held()}: end what should not run there, or take another GPU" if budget.held is not None else ""
     raise SettingsError(
-        f"buckets: expected a plan within {budget.nbytes / GIB:.1f} GiB ({budget.source}), found one estimated to need "
-        f"{found.total / GIB:.1f} GiB: {fixed / GIB:.1f} for weights, optimizer, target and inputs, {found.pool / GIB:.1f} for "
-        f"the graphs' pool (largest: {largest.name}), {found.executables / GIB:.1f} for the graphs; "
+        f"buckets: expected a plan within {_gib(budget.nbytes)} GiB ({budget.source}), found one estimated to need "
+        f"{_gib(found.total)} GiB: {_gib(fixed)} for weights, optimizer, target and inputs, {_gib(found.pool)} for "
+        f"the graphs' pool (largest: {largest.name}), {_gib(found.executables)} for the graphs; "
         f"{_advice(settings, budget, reckon, replan)}{held}"
     )
 
@@ -73,9 +73,9 @@ def _advice(settings: Settings, budget: Budget, reckon: Reckon, replan: Replan) 
             continue  # the longest sample does not fit such a budget
         if needed <= budget.nbytes:
             told = " and ".join(f"{name} = {_toml(value)}" for name, value in changes.items())
-            return f"set {told} ({needed / GIB:.1f} GiB)"
+            return f"set {told} ({_gib(needed)} GiB)"
         least = needed if least is None else min(least, needed)
-    lowest = f", the least is {least / GIB:.1f} GiB" if least is not None else ""
+    lowest = f", the least is {_gib(least)} GiB" if least is not None else ""
     return (
         f"no recompute, head_chunk or token_budget fits{lowest}: free memory, plan shorter samples or a smaller drafter"
     )
@@ -113,3 +113,8 @@ def _with(settings: Settings, changes: dict[str, str | int]) -> Settings:
 
 def _toml(value: str | int) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _gib(nbytes: int) -> str:
+    """With one digit, and below 1 with two: a tiny plan is not within 0.0 GiB."""
+    return f"{nbytes / GIB:.1f}" if nbytes >= GIB else f"{nbytes / GIB:.2f}"
