@@ -28,9 +28,7 @@ def recompute_table(results: Path = RESULTS) -> list[str]:
         for mode in step.get("recompute_modes", ())
     ]
     head = ["workload", "attention", "recompute", "ms", "x none", "GiB", "gradient differs from none's by"]
-    return (
-        [*markdown(head, rows), "", "(`bench/results/h200-recompute.json`, `h200-recompute-w3.json`)"] if rows else []
-    )
+    return [*markdown(head, rows), "", _kept(results, "recompute", "recompute-w3")] if rows else []
 
 
 def chip_table(results: Path = RESULTS) -> list[str]:
@@ -73,7 +71,7 @@ def chip_table(results: Path = RESULTS) -> list[str]:
 
 def ops_table(results: Path = RESULTS) -> list[str]:
     """Every operation: ours, and how many times longer the others take; nothing without a record."""
-    files = [file for name in ("ops", "ops-w3") if (file := results / f"h200-{name}.json").is_file()]
+    files = _files(results, "ops", "ops-w3")
     if not files:
         return []
     rows = [
@@ -89,17 +87,24 @@ def ops_table(results: Path = RESULTS) -> list[str]:
         for op in json.loads(file.read_text())["ops"]
     ]
     head = ["operation", "ms", "rate", "of the ceiling", *(f"{name}, times" for name in _RIVALS), "error"]
-    return [*markdown(head, rows), "", f"({', '.join(f'`bench/results/{file.name}`' for file in files)})"]
+    return [*markdown(head, rows), "", _kept(results, "ops", "ops-w3")]
 
 
 _RIVALS = ("reference", "torch", "compiled", "flex")
 
 
 def _steps(results: Path, *names: str) -> Iterator[Row]:
-    for name in names:
-        file = results / f"h200-{name}.json"
-        if file.is_file():
-            yield from json.loads(file.read_text())["steps"]
+    for file in _files(results, *names):
+        yield from json.loads(file.read_text())["steps"]
+
+
+def _files(results: Path, *names: str) -> list[Path]:
+    """The records of these names that there are."""
+    return [file for name in names if (file := results / f"h200-{name}.json").is_file()]
+
+
+def _kept(results: Path, *names: str) -> str:
+    return f"({', '.join(f'`bench/results/{file.name}`' for file in _files(results, *names))})"
 
 
 def _number(row: Row, key: str, form: str) -> str:

@@ -25,7 +25,7 @@ _VARIANTS: dict[str, dict[str, str]] = {
 _PATIENCE_S = 120.0
 # (figure, in words, what it must differ by at least, and that part of the other): less is noise between two processes.
 _COMPARED = (
-    ("start_s", "start", 0.5, 0.10),
+    ("start_s", "start", 1.0, 0.20),
     ("build_s", "capture", 0.3, 0.25),
     ("memory_mib", "memory", 64.0, 0.05),
     ("replay_ms", "replay", 0.0, 0.05),

