@@ -23,6 +23,16 @@ TARGET_FILE = "target.safetensors"
 UNFINISHED = "unfinished.json"
 
 
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+# Asked once, while the module is imported: to ask is to set it, for all threads, and two that ask at a time may leave it at 0.
+_UMASK = _umask()
+
+
 @dataclass(frozen=True)
 class ShardInfo:
     """What the manifest says about a shard file."""
@@ -192,17 +202,15 @@ def refuse_cut(file: Path, size: int) -> None:
 
 def make_readable(file: Path) -> None:
     """Gives a file the mode that the user's umask allows: safetensors writes its files for their owner alone."""
-    umask = os.umask(0)
-    os.umask(umask)
-    file.chmod(0o666 & ~umask)
+    file.chmod(0o666 & ~_UMASK)
 
 
 def publish(temporary: Path, file: Path) -> None:
     """Make a finished file appear under its name only once its bytes are on disk."""
     make_readable(temporary)
-    _fsync(temporary)
+    flush(temporary)
     temporary.rename(file)
-    _fsync(file.parent)
+    flush(file.parent)
 
 
 def sha256(file: Path) -> str:
@@ -211,7 +219,8 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _fsync(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Returns when a file's bytes, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

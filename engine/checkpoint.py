@@ -133,7 +133,11 @@ def check_whole(folder: Path) -> None:
             raise DamagedCheckpoint(folder, error) from error
         if size != num_bytes:
             raise DamagedCheckpoint(folder, f"{TRAINING_FILE} is cut off or grown: {size} bytes of {num_bytes}")
-        if sha256(file) != digest:
+        try:
+            same = sha256(file) == digest
+        except OSError as error:  # of the disk: the size is told by its folder, the bytes may be gone
+            raise DamagedCheckpoint(folder, f"{TRAINING_FILE} cannot be read: {error.strerror}") from error
+        if not same:
             raise DamagedCheckpoint(folder, f"{TRAINING_FILE} has other bytes than were written: its SHA-256 differs")
     saved_config(folder)
     _position(folder, state, _read_tensors(folder, ("consumed",)).get("consumed"))

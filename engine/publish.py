@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from buffers.manifest import make_readable
+from buffers.manifest import flush, make_readable
 
 
 def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
@@ -22,8 +21,8 @@ def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
         write(temporary)
         for path in temporary.iterdir():
             make_readable(path)
-            _flush(path)
-        _flush(temporary)
+            flush(path)
+        flush(temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -32,7 +31,7 @@ def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
     if folder.exists():
         folder.rename(old)
     temporary.rename(folder)
-    _flush(folder.parent)
+    flush(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -56,12 +55,4 @@ def _make_parents(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
-        _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        flush(path.parent)

@@ -1,5 +1,6 @@
 """A run that goes on: after Ctrl-C, a kill, a bad sample or a change of plan, and what stands in its folder by then."""
 
+import errno
 import json
 import shutil
 import signal
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from buffers.batching import Batch
 from buffers.dataset import Dataset
+from buffers.manifest import sha256
 from engine.run import TrainingRun
 from engine.settings_fields import SettingsError
 from tests.drafter_helpers import assert_same_bits
@@ -110,11 +112,12 @@ def test_a_second_interrupt_ends_at_once(data: Path, tmp_path: Path, after_step:
         interrupt()
         interrupt()
 
+    before = signal.getsignal(signal.SIGINT)
     after_step(2, twice)
     with pytest.raises(KeyboardInterrupt):
         run(data, tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoints").exists()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize("too_long", ["skip", "split"])
@@ -268,6 +271,22 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_which_it_passes
     ]
     assert (checkpoints / "passed-over-step-00000010").is_dir()
     assert steps_of(broken) == [8, 12, 16, 20]
+
+
+def test_a_checkpoint_whose_bytes_the_disk_has_lost_is_passed_over(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(file: Path) -> str:
+        if "step-00000010" in str(file):
+            raise OSError(errno.EIO, "Input/output error")
+        return sha256(file)
+
+    run(data, tmp_path / "run", "run.epochs=1")
+    monkeypatch.setattr("engine.checkpoint.sha256", lost)
+    assert run(data, tmp_path / "run", "run.epochs=1")["steps"] == 10
+    said = capsys.readouterr().err
+    assert "step-00000010 is passed over and set aside: training.safetensors cannot be read: Input/output error" in said
+    assert f"going on from {tmp_path / 'run' / 'checkpoints' / 'step-00000008'}" in said
 
 
 def test_without_a_whole_checkpoint_nothing_is_begun_anew(data: Path, tmp_path: Path) -> None:
