@@ -1,8 +1,9 @@
 """`python -m bench.reliability checkpoint`: how long a checkpoint holds up the training loop, and when it is on disk.
 
 A workload's whole steps run from disk as in training; now and then a checkpoint is begun between two of them. First one is
-written and compared with the engine, bit for bit. What it costs is the time of all steps from its beginning until it is on disk,
-over what as many steps take without one: the copies that the next update waits for, and what the writer takes from the loop.
+written and compared with the engine, bit for bit: what belongs to one layer and what belongs to none. What it costs is the time
+of all steps from its beginning until it is on disk, over what as many steps take without one: the copies that the next update
+waits for, and what the writer takes from the loop.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _measured(workload: Workload, settings: Settings, device: torch.device, chec
     return {
         "workload": workload.name,
         "host_gib": nbytes / 2**30,
-        "pinned": memory.why_not_locked or device.type == "cuda",
+        "why_not_pinned": memory.why_not_locked,
         "pinned_s": pinned_s,
         "equals_engine": True,
         "copy_s": copy_s,
@@ -199,7 +200,7 @@ def _position(step: int) -> Position:
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "workload": row["workload"],
-        "pinned on the host, GiB": f"{row['host_gib']:.2f}",
+        "pinned on the host, GiB": f"{row['host_gib']:.2f}" + (" (not pinned)" if row["why_not_pinned"] else ""),
         "pinned in, s": f"{row['pinned_s']:.1f}",
         "a step, ms": f"{row['step_ms']:.1f}",
         "the loop's thread in save(), ms": f"{row['save_ms']:.2f}",

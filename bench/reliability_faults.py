@@ -174,7 +174,7 @@ def measure() -> dict[str, Any]:
 
 
 def run_tests(tests: Sequence[str]) -> dict[str, list[str]]:
-    """Function name -> passed or skipped, for each of its cases. Raises ValueError when one does anything else."""
+    """Of each test, as it is named, passed or skipped for each of its cases. Raises ValueError when one does anything else."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         # A folder without a GPU skips its modules whole: naming a test in one would be an error.
@@ -186,21 +186,28 @@ def run_tests(tests: Sequence[str]) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
         for case in ElementTree.parse(report).iter("testcase"):
             skipped = case.find("skipped") is not None
-            found.setdefault(case.get("name", "").partition("[")[0], []).append("skipped" if skipped else "passed")
+            file = case.get("classname", "").replace(".", "/") + ".py"
+            test = f"{file}::{case.get('name', '').partition('[')[0]}"
+            found.setdefault(test, []).append("skipped" if skipped else "passed")
     return found
 
 
 def _row(fault: Fault, outcomes: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    names = [test.partition("::")[2] for test in fault.tests]
-    passed = sum(outcome == "passed" for name in names for outcome in outcomes.get(name, ()))
+    cases = {test: outcomes.get(f"tests/{test}", ()) for test in fault.tests}
+    passed = sum(outcome == "passed" for found in cases.values() for outcome in found)
     if not passed:
-        raise ValueError(f"{fault.what}: expected a test that runs here, found none of {', '.join(names)}")
-    on_gpu = sum(test.startswith("gpu/") for test in fault.tests if test.partition("::")[2] not in outcomes)
+        raise ValueError(f"{fault.what}: expected a test that runs here, found none of {', '.join(fault.tests)}")
+    if lost := [test for test, found in cases.items() if not found and not test.startswith("gpu/")]:
+        raise ValueError(f"{fault.what}: expected all of its tests to run, found nothing of {', '.join(lost)}")
+    skipped = sum(outcome == "skipped" for found in cases.values() for outcome in found)
+    on_gpu = sum(not found for found in cases.values())
     return {
         "fault": fault.what,
         "what happens": fault.then,
         "tests": ", ".join(f"`{test}`" for test in fault.tests),
-        "cases": f"{passed} passed" + (f", {on_gpu} on a GPU alone" if on_gpu else ""),
+        "cases": f"{passed} passed"
+        + (f", {skipped} skipped" if skipped else "")
+        + (f", {on_gpu} on a GPU alone" if on_gpu else ""),
     }
 
 

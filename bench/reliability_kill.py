@@ -1,9 +1,10 @@
-"""`python -m bench.reliability kill`: a CPU run killed again and again, half of the times in the middle of a checkpoint, and
-compared with one that was left alone.
+"""`python -m bench.reliability kill`: a CPU run killed again and again, aimed half of the times at the middle of a checkpoint,
+and compared with one that was left alone.
 
 Every process is the command line's own `train`, of a tiny drafter that is saved every few steps and evaluated between; each dies
-of SIGKILL. Measured is what is on disk: whether a checkpoint was under way when the process died (its unfinished folder lies
-there), how far the run was (metrics.jsonl has a line a step), and from which step the next process says that it goes on.
+of SIGKILL. Measured is what is on disk: whether a checkpoint was being written when the process died, or one that is no longer
+kept removed (its folder lies there under another name), how far the run was (metrics.jsonl has a line a step), and from which
+step the next process says that it goes on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import hashlib
 import json
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,19 +49,21 @@ _SAMPLES = 24
 class Kill:
     """at: what it waited for: "start" (any moment of the process's first seconds), "step" or "write". began: from which step the
     process went on, None when it did not come so far. step: the last that was logged; saved: the newest checkpoint on disk, 0
-    without one. under_way, best_under_way: whether a checkpoint, best/ was being written."""
+    without one. under_way, removing, best_under_way: whether a checkpoint was being written, one being removed, best/ being
+    written."""
 
     at: str
     began: int | None
     step: int
     saved: int
     under_way: bool
+    removing: bool
     best_under_way: bool
 
     @property
     def redone(self) -> int:
-        """Steps that are taken a second time."""
-        return self.step - self.saved
+        """Steps that this kill has taken a second time: none, of a process that took none."""
+        return self.step - self.saved if self.began is not None else 0
 
 
 @click.command()
@@ -159,11 +164,15 @@ def _killed(folder: Path, number: int, steps: int, moments: random.Random) -> Ki
             wait_until(lambda: bool(_unfinished(run) - left))
         time.sleep(late * (_WRITE_S if at == "write" else _STEP_S))
     process.kill()
-    process.wait()
+    if process.wait() != -signal.SIGKILL:
+        raise ValueError(f"the run ended with {process.returncode} before it was killed: {_last_line(log)}")
     saved = max((int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")), default=0)
     found = {name for name, _ in _unfinished(run) - left}
+    under_way, removing = (
+        any(map(re.compile(rf"\.step-\d+\.{what}").fullmatch, found)) for what in ("writing", "removing")
+    )
     best = any(name.startswith(".best") for name in found)
-    return Kill(at, _began(log), _logged(run), saved, any(name.startswith(".step") for name in found), best)
+    return Kill(at, _began(log), _logged(run), saved, under_way, removing, best)
 
 
 def _unfinished(run: Path) -> set[tuple[str, int]]:
@@ -200,7 +209,9 @@ def _logged(run: Path) -> int:
 
 
 def _refuse_lost_steps(done: Sequence[Kill], last: int | None) -> None:
-    """Every process that came so far went on from the newest checkpoint that there was."""
+    """Every process that came so far went on from the newest checkpoint that there was. last: of the one that was not killed."""
+    if last is None:
+        raise ValueError("expected the last process to say from where it goes on, found nothing of it")
     began = [*(died.began for died in done[1:]), last]
     for number, (died, went_on) in enumerate(zip(done, began, strict=True), 1):
         if went_on is not None and went_on != died.saved:
@@ -228,13 +239,15 @@ def _end_of(run: Path) -> dict[str, str]:
 def _record(done: Sequence[Kill], end: Mapping[str, str], steps: int, seed: int) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "processes killed with SIGKILL": len(done),
-        "of them with a checkpoint under way": sum(died.under_way for died in done),
+        "of them while a checkpoint was being written": sum(died.under_way for died in done),
+        "of them while one that is no longer kept was being removed": sum(died.removing for died in done),
         "of them while best/ was being written": sum(died.best_under_way for died in done),
         "of them before the process was ready for its first step": sum(died.began is None for died in done),
         "steps of the run": steps,
         "steps between two checkpoints": SAVE_EVERY,
         "steps redone after a kill, at most": max(died.redone for died in done),
-        "steps redone after a kill, on average": sum(died.redone for died in done) / len(done),
+        "steps redone after a kill in mid-run, on average": sum(died.redone for died in done)
+        / max(1, sum(died.began is not None for died in done)),
         "steps redone from before the newest checkpoint on disk": 0,
         "weights, moments, drafters and metrics equal those of the run left alone, bit for bit": True,
     }

@@ -4,6 +4,7 @@ import errno
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,11 @@ def test_what_a_write_fails_with_ends_the_run_at_the_next_step(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failures = iter([OSError(errno.ENOSPC, "No space left on device")])
-    failed = threading.Event()
+    at_step_5 = threading.Event()
 
     def full_once(*args: Any) -> WrittenFile:
         for error in failures:
-            failed.set()
+            at_step_5.wait()
             raise error
         return write_tensors(*args)
 
@@ -108,9 +109,10 @@ def test_what_a_write_fails_with_ends_the_run_at_the_next_step(
     def waits(self: Progress, batches: Any) -> None:
         took(self, batches)
         if self.step == 5:
-            failed.wait()
-            while any(thread.name == "checkpoint-writer" for thread in threading.enumerate()):
-                pass
+            at_step_5.set()
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint-writer":
+                    thread.join()
 
     monkeypatch.setattr(Progress, "took", waits)
     monkeypatch.setattr("engine.checkpoint_writer.write_tensors", full_once)
@@ -224,6 +226,51 @@ def test_the_update_behind_a_snapshot_waits_for_its_copies_on_the_device_once(
         engine.update(lr=0.0)
         engine.update(lr=0.0)
     assert order == [copied, "update", "update"]
+
+
+def test_on_the_gpu_a_snapshot_begins_behind_all_that_is_queued_and_the_update_waits_for_it(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[Any] = []
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            order.append(("waits for", other))
+
+    class Event:
+        def record(self, stream: object) -> None:
+            order.append(("recorded on", stream))
+
+    @contextmanager
+    def on(stream: object) -> Iterator[None]:
+        order.append(("on", stream))
+        yield
+        order.append("as before")
+
+    def counters(engine: object) -> dict[str, Any]:
+        order.append("counters")
+        return {}
+
+    ours, the_runs, copied = Stream(), Stream(), Event()
+    with TrainingRun(run_settings(data, tmp_path / "run"), resume=True) as under_way:
+        snapshot: Any = under_way.saving.snapshot
+        snapshot._stream, snapshot.copied = ours, copied
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: the_runs)
+        monkeypatch.setattr(torch.cuda, "stream", on)
+        monkeypatch.setattr("engine.snapshot._counters", counters)
+        monkeypatch.setattr(snapshot, "_copy_arenas", lambda: order.append("masters and moments"))
+        monkeypatch.setattr(under_way.engine, "hold_update", lambda read: order.append(("update held by", read)))
+        snapshot.take()
+    # The counters on the run's own stream: the next micro-batch adds to them.
+    assert order == [
+        "counters",
+        ("waits for", the_runs),
+        ("on", ours),
+        "masters and moments",
+        ("recorded on", ours),
+        "as before",
+        ("update held by", copied),
+    ]
 
 
 def test_memory_on_the_host_is_zero_of_the_size_asked_for_and_not_a_childs() -> None:
