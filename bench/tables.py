@@ -151,7 +151,9 @@ def figures_table(results: Path = RESULTS) -> list[str]:
         kept = "ops-w3" if name == "W3" else "ops"
         row = next(r for r in record(kept, results)["ops"] if r["workload"] == name and "attention" in r["op"])
         over = row["results"]["flex"]["time_over_ours"]
-        rows.append((f"flex_attention over ours, {name}", f"at least {goal.attention_over_flex:g}", f"{over:.2f}", kept))
+        rows.append(
+            (f"flex_attention over ours, {name}", f"at least {goal.attention_over_flex:g}", f"{over:.2f}", kept)
+        )
     head = ["figure", "goal", "measured", "record"]
     return markdown(head, [[*cells, f"`h200-{name}.json`"] for *cells, name in rows])
 

@@ -16,6 +16,7 @@ from buffers.foreign_recognise import Found, two_formats
 from buffers.foreign_scan import Reader, scan
 from buffers.manifest import FORMAT_VERSION, DatasetInfo
 from buffers.raw_sample import Measured, RawSample, measure
+from buffers.untrusted import printable
 
 # A list of bad files in an error shows this many; `data inspect` shows all.
 _SHOWN = 5
@@ -157,7 +158,7 @@ class ForeignDataset:
 
 def list_bad(reasons: dict[str, str]) -> str:
     """The first few files with their reasons, for an error of one line."""
-    shown = [f"{name}: {reason}" for name, reason in list(reasons.items())[:_SHOWN]]
+    shown = [f"{printable(name, 300)}: {reason}" for name, reason in list(reasons.items())[:_SHOWN]]
     more = len(reasons) - len(shown)
     return "; ".join(shown) + (f"; and {more} more (`dflash-engine data inspect` lists all)" if more else "")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from buffers.manifest import refuse_cut
 from buffers.raw_sample import RawSample
-from buffers.untrusted import is_inside, one_line, parse_json, read_object, shown
+from buffers.untrusted import is_inside, one_line, parse_json, read_object, shown, shown_names
 
 DEEPSPEC = "DeepSpec"
 MANIFEST, INDEX = "manifest.json", "samples.idx"
@@ -55,7 +55,7 @@ class DeepSpecReader:
         self._bytes: list[Tensor | str] = [_map_shard(root, name) for name in self.shard_files]
         shard_ids = self._records["shard_id"].tolist()
         files = [self.shard_files[shard] if shard < len(self.shard_files) else f"shard {shard}" for shard in shard_ids]
-        self.names = [f"{file}, sample {index}" for index, file in enumerate(files)]
+        self.names = [f"{shown_names([file])}, sample {index}" for index, file in enumerate(files)]
         index_stamp = f"{stamp.get(INDEX, '')},{stamp.get(MANIFEST, '')}"
         self.stamps = [f"{stamp.get(file, 'none')},{index_stamp}" for file in files]
 

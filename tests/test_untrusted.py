@@ -3,6 +3,7 @@
 import ast
 import gzip
 import json
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from bench.cli import main
 from buffers.dataset import Dataset, load_target_tensors
 from buffers.manifest import read_tensors
+from buffers.open_dataset import open_dataset
 from buffers.torch_archive import load_archive
 from buffers.untrusted import is_inside, parse_json, read_weight_map, shown
 from engine.checkpoint import save_drafter
@@ -24,7 +26,7 @@ from engine.settings import load_settings
 from engine.settings_fields import SettingsError
 from graphs.record import RecordError, read_record
 from tests.dataset_helpers import rewrite_manifest, rewrite_shard, write_dataset
-from tests.foreign_helpers import archive
+from tests.foreign_helpers import FIXTURES, archive, facts, write_target
 from tests.test_imports import FILES, ROOT
 
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -406,3 +408,19 @@ def test_a_list_of_unfinished_shards_with_hostile_values(shards: Any, tmp_path: 
     (tmp_path / "unfinished.json").write_text(json.dumps(state | {"shards": shards}))
     with pytest.raises(ValueError, match="expected the list of shards in .*unfinished.json, found a damaged one"):
         writer(tmp_path, source="x", last_hidden_norm="post", resume=True)
+
+
+def test_a_deepspec_shard_whose_name_is_no_line(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "deepspec", tmp_path / "x")
+    manifest = json.loads((tmp_path / "x" / "manifest.json").read_text())
+    manifest["shards"][0]["file_name"] = "shard\n\ufeff.bin"
+    (tmp_path / "x" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"shard\\n\\ufeff.bin, sample 0: expected shards inside the folder") as error:
+        open_dataset(tmp_path / "x", facts(write_target(tmp_path / "target")))
+    assert str(error.value).isprintable()
+
+
+def test_a_bad_file_whose_name_is_no_line(tmp_path: Path) -> None:
+    (tmp_path / "a\n\x1b[2J.ckpt").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"a\\n\\x1b\[2J.ckpt: expected a file of torch.save, found an empty file"):
+        open_dataset(tmp_path, facts(tmp_path))
