@@ -22,12 +22,15 @@ class CaptureError(RuntimeError):
 
 @contextmanager
 def explained(name: str, doing: str, device: torch.device) -> Iterator[None]:
-    """Inside, a RuntimeError becomes a CaptureError about `doing` (warming up, capturing) the step."""
+    """Inside, a RuntimeError or one of Triton's errors becomes a CaptureError about `doing` (warming up, capturing) the step."""
     free = torch.cuda.mem_get_info(device)[0] / 2**30
     before = sys.exception()
     try:
         yield
-    except RuntimeError as error:
+    except Exception as error:
+        # Triton's are no RuntimeErrors: a kernel that asks for more shared memory than the card has, for one.
+        if not isinstance(error, RuntimeError) and not type(error).__module__.startswith("triton."):
+            raise
         cause = _first_cause(error, before)
         at = "" if (line := our_line(cause)) is None else f" (at {line})"
         if not isinstance(cause, torch.OutOfMemoryError):

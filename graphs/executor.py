@@ -62,6 +62,7 @@ class GraphExecutor:
         self._nodes: dict[str, int | None] = {}
         self._exec_mib: dict[str, float] = {}
         self._called: dict[str, str] = {}  # why, by name of a step that is called instead of replayed
+        self._refused: dict[str, str] = {}  # those of them that are to be called whenever the graphs are made
         self.stream: torch.cuda.Stream
         self._previous_stream: torch.cuda.Stream
         if predecessor is None:
@@ -98,7 +99,7 @@ class GraphExecutor:
         with torch.cuda.device(self.device):
             self.attach()
             _make_workspaces(self.device)
-            self._called.clear()
+            self._called = dict(self._refused)
             warm_up_s = {
                 name: self._tried(name, lambda name: self._warm_up(name, before, after)) for name in self._steps
             }
@@ -142,10 +143,11 @@ class GraphExecutor:
         return "called" if name in self._called else "replayed"
 
     def call_instead(self, name: str, why: str) -> None:
-        """From here on the steps of this one's group are called; the others are captured anew, into a pool that never held
-        it."""
+        """From here on, also after another build(), the steps of this one's group are called; the others are captured anew, into
+        a pool that never held it."""
         group = self._groups[name]
-        self._called |= {other: why for other in self._steps if self._groups[other] == group}
+        self._refused |= {other: why for other in self._steps if self._groups[other] == group}
+        self._called |= self._refused
         self.release()
         with torch.cuda.device(self.device):
             self._capture_all()

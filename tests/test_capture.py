@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.ops import rms_norm_ref
-from graphs.executor import CaptureError, GraphExecutor
+from graphs.executor import BuildReport, CaptureError, GraphExecutor
 from graphs.generation import hand_over
 from tests.fake_cuda import DEVICE, FakeCuda
 
@@ -139,6 +139,35 @@ def test_a_bucket_that_is_called_after_all_leaves_the_pool(cuda: FakeCuda) -> No
     executor.close()
 
 
+def test_a_refused_bucket_is_called_too_when_the_graphs_are_made_again(cuda: FakeCuda) -> None:
+    old = executor_with(cuda, {"train a": Step(), "add a": Step(), "train b": Step()}, "eager")
+    old.build()
+    old.call_instead("train a", "its replay was wrong")
+    new = old.successor()
+    new.add("train c", Step(1))
+    new.on_failure = "stop"
+    reports: list[BuildReport] = []
+    with pytest.raises(CaptureError, match="train c"):
+        hand_over(old, new, order="after", make=new.build, remake=lambda: reports.extend(old.build()))
+    assert {report.name: (report.how, report.why) for report in reports} == {
+        "train a": ("called", "its replay was wrong"),
+        "add a": ("called", "its replay was wrong"),
+        "train b": ("replayed", ""),
+    }
+    assert cuda.captured_into_the_living_pool() == 1
+    old.close()
+
+
+def test_a_bucket_whose_capture_failed_is_tried_again_with_the_next_graphs(cuda: FakeCuda) -> None:
+    executor = executor_with(cuda, {"train a": Step(2), "train b": Step()}, "eager")
+    executor.build()
+    assert executor.how_of("train a") == "called"
+    executor.release()
+    executor.build()
+    assert executor.how == "replayed"
+    executor.close()
+
+
 def test_a_step_that_cannot_even_be_called_stops_all_the_same(cuda: FakeCuda) -> None:
     executor = executor_with(cuda, {"train a": Step(*range(10))}, "eager")
     with pytest.raises(CaptureError, match="could not finish calling train a: operation not permitted"):
@@ -154,6 +183,20 @@ def test_out_of_memory_names_the_step_and_what_to_lower(cuda: FakeCuda) -> None:
     executor = executor_with(cuda, {"train 4x512x64": Step(2, error=error)})
     with pytest.raises(CaptureError, match=message):
         executor.build()
+
+
+def test_what_triton_cannot_do_on_this_card_names_the_step_too(cuda: FakeCuda) -> None:
+    OutOfResources = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
+    error = OutOfResources("out of resource: shared memory, Required: 300000, Hardware limit: 232448")
+    executor = executor_with(cuda, {"train a": Step(1, error=error), "train b": Step()}, "eager")
+    reports = {report.name: report for report in executor.build()}
+    assert [report.how for report in reports.values()] == ["called", "replayed"]
+    assert "could not finish warming up train a: out of resource: shared memory" in reports["train a"].why
+    executor.close()
+    executor = executor_with(cuda, {"train a": Step(1, error=ValueError("a setting that does not fit"))}, "eager")
+    with pytest.raises(ValueError, match="a setting that does not fit"):
+        executor.build()
+    executor.close()
 
 
 def test_the_innermost_line_of_ours_is_named(cuda: FakeCuda) -> None:
@@ -217,6 +260,7 @@ def test_where_the_new_generation_fails_the_old_goes_on(cuda: FakeCuda, order: A
     old = executor_with(cuda, {"train a": step})
     old.build()
     new = old.successor()
+    new.add("train c", Step())  # of it there is a graph by then
     new.add("train b", Step(at))
     with pytest.raises(CaptureError, match="train b"):
         hand_over(old, new, order=order, make=new.build, remake=old.build)
