@@ -14,6 +14,7 @@ import torch
 
 from buffers.manifest import DatasetInfo
 from buffers.shapes import Bucket
+from engine.assemble import norm_eps, text_config
 from engine.drafter_config import DrafterConfig
 from engine.kernels import Ops, select_ops
 from engine.precision import compute_dtype
@@ -24,7 +25,7 @@ from graphs.fingerprint import BUFFERS, Fingerprint, hash_of_files
 _LOSS = ("frozen_head", "weigh_rows", "supervision", "block_sums")
 _STEP_MODULES = tuple(
     f"engine.{name}"
-    for name in ("step", "model", "mask", "metrics", "rope", "params", "optimizer", "generation", "engine")
+    for name in ("step", "model", "mask", "metrics", "rope", "params", "optimizer", "kernels", "generation", "engine")
 )
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -48,7 +49,7 @@ def bucket_fingerprints(
     shared = {
         **_model_fields(config),
         **_step_fields(settings, info, precision),
-        **_source_fields(select_ops(device, settings.model.attention, precision)),
+        **_source_fields(*_operations(settings, device, precision)),
         **software_fields(device),
         "world_size": world_size,
         BUFFERS: buffer_generation,
@@ -94,6 +95,7 @@ def _model_fields(config: DrafterConfig) -> dict[str, object]:
 
 def _step_fields(settings: Settings, info: DatasetInfo, precision: str) -> dict[str, object]:
     objective, kl = settings.objective, settings.objective.kl_weight > 0
+    normed_here = kl and info.last_hidden_norm == "pre"
     dtype = compute_dtype(precision)
     fp32_sums = dtype == torch.float32 or settings.optimizer.grad_dtype == "fp32"
     return {
@@ -101,6 +103,7 @@ def _step_fields(settings: Settings, info: DatasetInfo, precision: str) -> dict[
         "objective.kl": "yes" if kl else "no",
         "objective.dpace_alpha": objective.dpace_alpha if objective.weighting == "dpace" else "unused",
         "objective.last_hidden_norm": info.last_hidden_norm if kl else "unused",
+        "objective.norm_eps": norm_eps(text_config(info.target_config)) if normed_here else "unused",
         "precision": precision,
         "dtype": str(dtype).removeprefix("torch."),
         "gradients": "float32" if fp32_sums else "bfloat16",
@@ -112,19 +115,27 @@ def _step_fields(settings: Settings, info: DatasetInfo, precision: str) -> dict[
     }
 
 
-def _source_fields(ops: Ops) -> dict[str, object]:
+def _operations(settings: Settings, device: torch.device, precision: str) -> list[Ops]:
+    """Those of the training steps, and of evaluation where it has others: fp8 is evaluated in bf16."""
+    found = [select_ops(device, settings.model.attention, precision)]
+    if precision == "fp8" and settings.data.eval_path:
+        found.append(select_ops(device, settings.model.attention))
+    return found
+
+
+def _source_fields(*several: Ops) -> dict[str, object]:
     """Hashes of the files that take part; a change of a word in them counts, for who could say which words matter."""
-    modules = {
-        field.name: getattr(ops, field.name).__module__
-        for field in dataclasses.fields(ops)
-        if field.name not in ("name", "attention")
-    }
-    loss = [modules.pop(name) for name in _LOSS]
+    loss, operations = ["engine.objective"], list[str]()
+    for ops in several:
+        for field in dataclasses.fields(ops):
+            if field.name not in ("name", "attention"):
+                (loss if field.name in _LOSS else operations).append(getattr(ops, field.name).__module__)
+    attention = several[0].name
     return {
-        "attention": ops.name,
-        "source.attention": hash_of_files(files_of([ATTENTION_MODULES[ops.name]])),
-        "source.loss": hash_of_files(files_of([*loss, "engine.objective"])),
-        "source.operations": hash_of_files(files_of(modules.values())),
+        "attention": attention,
+        "source.attention": hash_of_files(files_of([ATTENTION_MODULES[attention]])),
+        "source.loss": hash_of_files(files_of(loss)),
+        "source.operations": hash_of_files(files_of(operations)),
         "source.step": hash_of_files(files_of(_STEP_MODULES)),
     }
 

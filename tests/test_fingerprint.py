@@ -1,6 +1,6 @@
 """Fingerprints: what changes them, what does not, and how a change is told."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,10 @@ import torch
 
 import engine.sources as sources
 from buffers.shapes import Bucket
+from engine.drafter_config import DrafterConfig
 from engine.fingerprints import bucket_fingerprints
+from engine.kernels import Ops, reference_ops
+from engine.rope import RopeConfig
 from engine.settings import load_settings
 from engine.sources import files_of
 from graphs.fingerprint import BUFFERS, Change, Fingerprint, addresses, hash_of_files
@@ -57,6 +60,82 @@ def test_what_is_captured_again_changes_it(info: Any) -> None:
     assert "objective.kl" in changed(plain, fingerprint(info, "objective.kl_weight=0.1"))
 
 
+def test_every_size_and_rule_of_the_model_counts(info: Any) -> None:
+    plain = fingerprint(info)
+    others: dict[str, Any] = {
+        "block_size": 8,
+        "mask_token_id": 510,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "vocab_size": 1024,
+        "layer_types": ("sliding_attention", "full_attention"),
+        "sliding_window": 9,
+        "causal_layers": (True, True),
+        "rms_norm_eps": 1e-5,
+        "rope": RopeConfig(theta=5e5),
+    }
+    for name, value in others.items():
+        assert f"model.{name}" in changed(plain, fingerprint(info, **{name: value})), name
+    assert changed(plain, fingerprint(info, target_layer_ids=(1, 2, 3))) == ["model.num_taps"]
+    left = {field.name for field in fields(DrafterConfig)} - others.keys()
+    idle: dict[str, Any] = {
+        "target_layer_ids": (1, 4),
+        "num_target_layers": 7,
+        "max_position_embeddings": 99,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.1,
+        "dtype": "float32",
+    }
+    for name, value in idle.items():
+        left.remove(name)
+        assert fingerprint(info, **{name: value}) == plain, f"no kernel sees {name}"
+    assert not left, "a field that nobody decided about"
+
+
+def test_what_the_arithmetic_of_numbers_and_labels_depends_on(info: Any) -> None:
+    bf16 = fingerprint(info, precision="bf16")
+    assert changed(bf16, fingerprint(info, "optimizer.grad_dtype=fp32", precision="bf16")) == ["gradients"]
+    assert changed(fingerprint(info), bf16) == ["dtype", "gradients", "precision"]
+    dpace = fingerprint(info, "objective.weighting=dpace")
+    assert changed(dpace, fingerprint(info, "objective.weighting=dpace", "objective.dpace_alpha=0.3")) == [
+        "objective.dpace_alpha"
+    ]
+    pre = replace(info, last_hidden_norm="pre")
+    soft = fingerprint(pre, "objective.kl_weight=0.1")
+    assert changed(fingerprint(info, "objective.kl_weight=0.1"), soft) == [
+        "objective.last_hidden_norm",
+        "objective.norm_eps",
+    ]
+    other = replace(pre, target_config={**pre.target_config, "rms_norm_eps": 1e-5})
+    assert changed(soft, fingerprint(other, "objective.kl_weight=0.1")) == ["objective.norm_eps"]
+    assert fingerprint(other) == fingerprint(pre), "without soft labels nobody norms the target's hidden states"
+
+
+def test_what_fp8_is_evaluated_with_counts_where_there_is_evaluation(
+    info: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ops(device: torch.device, attention: str, precision: str = "bf16") -> Ops:
+        asked.append(precision)
+        return reference_ops()
+
+    monkeypatch.setattr("engine.fingerprints.select_ops", ops)
+    for precision, changes, expected in (
+        ("fp8", ("data.eval_path=held-out",), ["fp8", "bf16"]),
+        ("fp8", (), ["fp8"]),
+        ("bf16", ("data.eval_path=held-out",), ["bf16"]),
+    ):
+        asked.clear()
+        fingerprint(info, *changes, precision=precision)
+        assert asked == expected
+
+
 def test_what_a_replay_reads_from_the_device_does_not(info: Any) -> None:
     changes = (
         "optimizer.lr=1e-3",
@@ -86,6 +165,7 @@ def test_a_changed_source_file_is_a_changed_kernel(info: Any, tmp_path: Path, mo
         ("ops/norm_mlp_ref.py", "source.operations"),
         ("model.py", "source.step"),
         ("mask.py", "source.step"),
+        ("kernels.py", "source.step"),
     ):
         path = tmp_path / "engine" / name
         original = path.read_text()
