@@ -175,32 +175,52 @@ class Engine:
         return self._build(self._current, loads)
 
     def regenerate(
-        self, *, order: Order = "beside", check: Callable[[list[BuildReport]], object] | None = None, **changes: Any
+        self,
+        *,
+        order: Order = "beside",
+        check: Callable[[list[BuildReport]], object] | None = None,
+        check_old: Callable[[list[BuildReport]], object] | None = None,
+        **changes: Any,
     ) -> list[BuildReport]:
         """Between two optimizer steps: makes a new generation with `changes` to the current `options`, takes its steps from
         here on and closes the old one. Parameters, moments, device scalars and metrics stay, at their addresses; a step of the
         new generation must have inputs of its own. check: called with the reports and with the new generation in place, before
-        the old one is gone. order: "beside" | "after" (graphs/generation.py).
+        the old one is gone; check_old: the same of the old one, where its graphs were freed and had to be made again. order:
+        "beside" | "after" (graphs/generation.py).
 
         Raises whatever building or check raised, with the old generation in place and fit to run.
         """
         assert self._first, "a generation ends between two optimizer steps"
         if "buckets" in changes:
             changes["buckets"] = _ascending(changes["buckets"])
-        old, reports = self._current, []
+        old = self._current
         options = replace(old.options, **changes)
-        new = self._coming = self._assemble(options, old.executor.successor(), number=old.number + 1)
+        executor = old.executor.successor()
+        try:
+            new = self._coming = self._assemble(options, executor, number=old.number + 1)
+        except Exception:
+            executor.close()
+            old.executor.attach()
+            raise
 
-        def make() -> None:
-            reports.extend(self._build(new))
-            self._current = new
+        def make(generation: Generation, check: Callable[[list[BuildReport]], object] | None) -> list[BuildReport]:
+            reports = self._build(generation)
+            self._current = generation
             if check is not None:
                 with self.untouched():
                     check(reports)
+            return reports
 
+        reports: list[BuildReport] = []
         try:
             with compilation_allowed():
-                hand_over(old.executor, new.executor, order=order, make=make, remake=lambda: self._build(old))
+                hand_over(
+                    old.executor,
+                    new.executor,
+                    order=order,
+                    make=lambda: reports.extend(make(new, check)),
+                    remake=lambda: make(old, check_old),
+                )
         except Exception:
             self._current = old
             raise

@@ -4,6 +4,7 @@ steps, from the same weights, moments and place in the data - and what cannot be
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,7 +99,10 @@ def _regenerate(run: TrainingRun, settings: Settings, laps: Laps) -> None:
         changes = generation_options(settings) | intake.for_engine()
         made = intake
         engine.regenerate(
-            order=settings.run.regenerate, check=lambda reports: run.make_ready(made, laps, reports), **changes
+            order=settings.run.regenerate,
+            check=lambda reports: run.make_ready(made, laps, reports),
+            check_old=partial(run.make_ready, old, laps),
+            **changes,
         )
     except Exception:
         if settings.run.regenerate == "after":

@@ -104,6 +104,8 @@ def verify_buckets(
         if how != EQUAL:
             say(f"bucket {step.bucket.name}{step.words}: replay and eager step compared: {how}")
     executor.times.clear()
+    if engine.device.type == "cuda":
+        torch.cuda.empty_cache()  # what comparing took beside the graphs' pool
     return found
 
 

@@ -49,6 +49,7 @@ def test_of_one_batch_a_step_one_graph_is_compared(monkeypatch: pytest.MonkeyPat
         (lambda case: case.engine.gradients()["fc.weight"][0, 0].add_(1.0), "fc.weight"),
         (lambda case: case.engine.gradients()["norm.weight"].mul_(1.5), "norm.weight"),
         (lambda case: case.engine.metrics.slots.add_(1.0), "slots"),
+        (lambda case: case.engine._denominator.add_(1.0), "denominator"),
     ],
 )
 def test_a_replay_that_is_not_the_first_call_is_told_by_its_tensors(

@@ -17,6 +17,7 @@ from engine.engine import Engine
 from engine.settings import ObjectiveSettings, OptimizerSettings
 from engine.warm_up import warm_up
 from graphs.compile_ban import CompilationError, compilation_allowed, no_compilation
+from graphs.executor import CallExecutor
 from tests.drafter_helpers import CPU, assert_same_bits, random_target, random_weights, small_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -212,6 +213,32 @@ def test_regenerating_an_engine_changes_its_shapes_and_keeps_its_state() -> None
     assert_same_bits(state_of(engine), before)
     with pytest.raises(KeyError):
         engine.micro_step(BUCKETS[1])
+
+
+def test_a_generation_that_cannot_even_be_assembled_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, inputs = make_engine(1)
+    engine.build()
+    closed, attached = [], []
+    successor = CallExecutor.successor
+
+    def noted(old: CallExecutor) -> CallExecutor:
+        new = successor(old)
+        monkeypatch.setattr(new, "close", lambda: closed.append(new))
+        monkeypatch.setattr(old, "attach", lambda: attached.append(old))
+        return new
+
+    def no_memory(*args: Any) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(CallExecutor, "successor", noted)
+    monkeypatch.setattr("engine.engine.assemble", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.regenerate(recompute="layer")
+    assert len(closed) == 1, "its stream is free again"
+    assert attached == [engine.executor] and engine.generation == 1
+    inputs.fill(BUCKETS[0], seed=1)
+    engine.micro_step(BUCKETS[0])
+    engine.update(lr=1e-2)
 
 
 def state_of(engine: Engine) -> dict[str, Tensor]:
