@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from bench.options import Measure, measure_options, out_option, workload_option
+from bench.options import Measure, measure_options, out_option, plot_option, workload_option
 from engine.cli import cli, run
 from engine.cli_options import config_option, echo_json, json_option, set_option
 from engine.settings import load_settings
@@ -147,18 +147,25 @@ def ops(
 @set_option
 @json_option
 @out_option
+@plot_option
 def extract(
-    samples: int, steps: int, config: str | None, overrides: Sequence[str], as_json: bool, out: Path | None
+    samples: int,
+    steps: int,
+    config: str | None,
+    overrides: Sequence[str],
+    as_json: bool,
+    out: Path | None,
+    plot: Path | None,
 ) -> None:
     """Extraction and training from the extracted files, tokens/s and host memory of each.
 
     The target is random and has Qwen3-0.6B's shape; lengths are lognormal, median 700, 95 of 100 under 2048. On the CPU a
-    tiny target and a tenth of the lengths.
+    tiny target and a tenth of the lengths. First the target is run again over some samples and compared with the files.
     """
     settings = load_settings(config, overrides)
     from bench.extract import run as run_extract
 
-    echo_json(run_extract(settings, samples=samples, steps=steps, out=out), as_json)
+    echo_json(run_extract(settings, samples=samples, steps=steps, out=out, plot=plot), as_json)
 
 
 @bench.command("input", short_help="Whether the device waits for its input.")

@@ -1,4 +1,7 @@
-"""`bench extract`: hidden states of a random target over mixed lengths, then training from the files that came of it."""
+"""`bench extract`: hidden states of a random target over mixed lengths, then training from the files that came of it.
+
+Before a speed is shown the target is run again over a few samples, one at a time: what lies in the files must be its states.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,14 @@ from typing import Any
 import torch
 
 from bench.mixture import Mixture, mixture_for
+from bench.plots import check_plot, plot_bars
 from bench.timing import provenance, write_result
+from buffers.dataset import Dataset
 from engine.assemble import resolve_device
 from engine.extract_options import ExtractOptions
 from engine.hf_extract import extract_dataset
 from engine.hf_target import import_transformers
+from engine.recomputation import recompute
 from engine.reports import make_console, print_table
 from engine.settings import Settings
 from engine.train import train
@@ -46,12 +52,17 @@ TINY_SHAPE: dict[str, Any] = {
 }
 
 
-def run(settings: Settings, *, samples: int, steps: int, out: Path | None) -> dict[str, Any]:
+# Samples that are compared, from all over the dataset.
+COMPARED = 4
+
+
+def run(settings: Settings, *, samples: int, steps: int, out: Path | None, plot: Path | None = None) -> dict[str, Any]:
     """Writes a random target and random samples to a temporary folder (TMPDIR says where), extracts, trains; returns figures.
 
     Every second half of a sample is supervised. Of the settings [model], [buckets], [objective] and run.device count. Raises
-    ValueError without transformers.
+    ValueError without transformers and where the files do not hold the target's states.
     """
+    check_plot(plot)
     device = resolve_device(settings.run.device)
     console = make_console(stderr=True)
     mixture = mixture_for(device, samples)
@@ -73,6 +84,7 @@ def run(settings: Settings, *, samples: int, steps: int, out: Path | None) -> di
         forget_peak()
         extracted = extract_dataset(replace(options, out=folder / "data", max_samples=0))
         peaks = {"extraction": peak_gib()}
+        compared = compare(folder / "data", folder / "target")
         forget_peak()
         trained = train(training_settings(settings, folder, steps))
         peaks["training"] = peak_gib()
@@ -81,6 +93,7 @@ def run(settings: Settings, *, samples: int, steps: int, out: Path | None) -> di
         "where": provenance(),
         "target": {"parameters": parameters, **shape},
         "mixture": {"median": mixture.median, "p95": mixture.p95, "longest": mixture.longest, "samples": samples},
+        "compared": compared,
         "extraction": {
             key: extracted[key]
             for key in (
@@ -114,7 +127,20 @@ def run(settings: Settings, *, samples: int, steps: int, out: Path | None) -> di
     ]
     title = f"{samples} samples, {extracted['tokens']:,} tokens, target of {parameters / 1e6:,.1f} million parameters, {device}"
     print_table(make_console(), title, ("stage", "tokens/s", "s", "host peak GiB"), rows)
+    if plot is not None:
+        stages = ("extraction", "training")
+        speeds = {"tokens/s": [figures[stage]["tokens_per_s"] for stage in stages]}
+        plot_bars(plot, f"{figures['where']['gpu'] or 'CPU'}: extraction, and training from it", stages, speeds)
     return figures
+
+
+def compare(data: Path, target: Path) -> dict[str, Any]:
+    """How far the taps of a few samples are from the target's states, found again. Raises ValueError when they are others."""
+    dataset = Dataset(data)
+    found = recompute(dataset, str(target), COMPARED, recorded_norm=dataset.info.last_hidden_norm)
+    if found["warnings"]:
+        raise ValueError(f"extraction: {found['warnings'][0]}; no speed is shown")
+    return {"samples": found["samples"], "farthest_tap": max(tap["distance_of_recorded"] for tap in found["taps"])}
 
 
 def write_target(folder: Path, shape: dict[str, Any], device: torch.device) -> int:

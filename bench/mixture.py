@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bench.memory import DeviceMemory
 from bench.subjects import Subject, refuse_soft_labels
 from bench.workloads import RandomInputs, Workload
 from buffers.batching import Batch
@@ -61,6 +62,7 @@ def mixture_subjects(
     """The steps of all buckets of the settings' plan, each on random rows as long as those of its first batch, and an epoch's
     batches."""
     refuse_soft_labels(settings)
+    memory = DeviceMemory(device)
     precision = resolve_precision(settings.run.precision, device)
     config = workload.config()
     lengths = mixture.lengths(settings.run.seed)
@@ -85,6 +87,7 @@ def mixture_subjects(
                     inputs(bucket),
                     partial(inputs.fill, bucket, rows=first[bucket].rows, supervised=mixture.supervised),
                     first[bucket].useful_tokens,
+                    memory,
                     seen,
                 )
                 for bucket in buckets

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from bench.agreement import compare
+from bench.memory import DeviceMemory
 from bench.plots import check_plot, plot_bars
 from bench.ratios import CPU_NOTE, without_speeds
 from bench.specforge import SpecForge, SpecForgeStep, load_specforge, loss_arguments
@@ -74,7 +75,7 @@ def _workload(
         # Otherwise SpecForge's flex_attention would be compiled for any shape at the second workload, and be slower.
         torch._dynamo.reset()
     _say(f"{workload.name}: building ours ...")
-    memory = _Memory(device)
+    memory = DeviceMemory(device)
     with workload_subject(workload, settings, device) as subject:
         held = memory.read()
         check_replay(subject)
@@ -111,7 +112,7 @@ def _beside(subject: Subject, specforge: SpecForge, settings: Settings, repeats:
     loss = engine.metrics.snapshot().read().means()["loss"]
 
     _say(f"{subject.name}: building SpecForge's ...")
-    memory = _Memory(device)
+    memory = DeviceMemory(device)
     step = SpecForgeStep(
         specforge,
         engine.config,
@@ -160,29 +161,6 @@ def _beside(subject: Subject, specforge: SpecForge, settings: Settings, repeats:
         **{f"specforge_{name}": value for name, value in held.items()},
         "ratio": theirs_ms / ours_ms,
     }
-
-
-class _Memory:
-    """What is allocated and reserved on the device from here on, in GiB; None on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.forget_peak()
-        if device.type == "cuda":
-            self._before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-
-    def forget_peak(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def read(self) -> dict[str, float | None]:
-        if self._device.type != "cuda":
-            return {"peak_gib": None, "held_gib": None}
-        peak = torch.cuda.max_memory_allocated(self._device) - self._before[0]
-        held = torch.cuda.memory_reserved(self._device) - self._before[1]
-        return {"peak_gib": peak / 2**30, "held_gib": held / 2**30}
 
 
 def _print(figures: dict[str, Any]) -> None:

@@ -129,9 +129,9 @@ def _compiled(subject: Subject, repeats: int) -> dict[str, Any]:
     step = CompiledStep(engine.parts, subject.inputs, attention="flex")
     try:
         difference = compiled_difference(subject, step)
-        torch.cuda.reset_peak_memory_stats(device)
+        subject.memory.forget_peak()
         times = times_ms(step, device, repeats=repeats)
-        peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
+        peak_gib = subject.memory.peak_gib
     except torch.OutOfMemoryError:
         return {"compiled_skipped": "out of GPU memory"}
     except RuntimeError as error:  # torch.compile and Triton have many kinds of it

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bench.memory import DeviceMemory
 from bench.workloads import RandomInputs, Workload
 from buffers.batching import Batch, BatchPlan
 from buffers.dataset import Dataset
@@ -38,8 +39,9 @@ from graphs.executor import BuildReport
 
 @dataclass(frozen=True)
 class Subject:
-    """fill() puts content with `useful_tokens` context tokens into `inputs`, the bucket's static ones. seen: context tokens that
-    a block sees on average where documents share rows, 0 where they do not."""
+    """fill() puts content with `useful_tokens` context tokens into `inputs`, the bucket's static ones. memory: read from before
+    anything of the engine was there. seen: context tokens that a block sees on average where documents share rows, 0 where they
+    do not."""
 
     name: str
     engine: Engine
@@ -48,6 +50,7 @@ class Subject:
     inputs: Mapping[str, Tensor]
     fill: Callable[[], None]
     useful_tokens: int
+    memory: DeviceMemory
     seen: float = 0.0
 
     @property
@@ -60,6 +63,7 @@ class Subject:
 def workload_subject(workload: Workload, settings: Settings, device: torch.device) -> Iterator[Subject]:
     """Forward and backward of a full row of random data, without optimizer states. Raises SettingsError for soft labels."""
     refuse_soft_labels(settings)
+    memory = DeviceMemory(device)
     precision = resolve_precision(settings.run.precision, device)
     config, bucket = workload.config(), workload.bucket
     inputs = RandomInputs(config, [bucket], device, compute_dtype(precision))
@@ -70,7 +74,7 @@ def workload_subject(workload: Workload, settings: Settings, device: torch.devic
     try:
         report = next(report for report in engine.build() if report.name == f"train {bucket.name}")
         fill = partial(inputs.fill, bucket)
-        yield Subject(workload.name, engine, bucket, report, inputs(bucket), fill, bucket.B * bucket.S)
+        yield Subject(workload.name, engine, bucket, report, inputs(bucket), fill, bucket.B * bucket.S, memory)
     finally:
         engine.close()
 
@@ -83,6 +87,7 @@ class DatasetSubjects:
     inputs: InputPipeline
     reports: Mapping[str, BuildReport]
     batches: tuple[Batch, ...]
+    memory: DeviceMemory
     seen: float = 0.0
 
     def subject(self, bucket: Bucket, batch: Batch | None = None) -> Subject:
@@ -96,6 +101,7 @@ class DatasetSubjects:
             self.inputs.inputs(bucket),
             partial(self.inputs.load, batch),
             batch.useful_tokens,
+            self.memory,
             self.seen,
         )
 
@@ -106,6 +112,7 @@ def dataset_subjects(
 ) -> Iterator[DatasetSubjects]:
     """An engine over the buckets that the first epoch of a dataset, or of several as a mixture, has batches for. optimizer:
     with masters, moments and the update's step."""
+    memory = DeviceMemory(device)
     dataset = open_training_data(data, settings)
     precision = resolve_precision(settings.run.precision, device)
     config = drafter_config(settings, dataset.info)
@@ -126,7 +133,7 @@ def dataset_subjects(
         try:
             engine.params.load_(initial_weights(settings, config))
             reports = {report.name: report for report in engine.build()}
-            yield DatasetSubjects(engine, inputs, reports, batches, seen)
+            yield DatasetSubjects(engine, inputs, reports, batches, memory, seen)
         finally:
             engine.close()
 
@@ -137,6 +144,7 @@ def trained_from_disk(
 ) -> Iterator[DatasetSubjects]:
     """A workload's engine with its optimizer, fed from the samples in `folder` (bench.temporary_data)."""
     refuse_soft_labels(settings)
+    memory = DeviceMemory(device)
     dataset = Dataset(folder)
     precision = resolve_precision(settings.run.precision, device)
     buckets = (workload.bucket,)
@@ -153,7 +161,7 @@ def trained_from_disk(
         try:
             engine.params.draw_(settings.run.seed)
             reports = {report.name: report for report in engine.build()}
-            yield DatasetSubjects(engine, inputs, reports, tuple(plan.epoch(0)))
+            yield DatasetSubjects(engine, inputs, reports, tuple(plan.epoch(0)), memory)
         finally:
             engine.close()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from bench.subjects import Subject
 from bench.timing import host_ms, spread, times_ms
 from engine.reports import make_console
@@ -34,7 +32,7 @@ def measure_step(subject: Subject, repeats: int) -> dict[str, Any]:
     device, executor = engine.device, engine.executor
     make_console(stderr=True).print(f"measuring {bucket.name} ...")
     cuda = device.type == "cuda"
-    held_gib = torch.cuda.memory_reserved(device) / 2**30 if cuda else None
+    held_gib = subject.memory.held_gib
     check_replay(subject)
     eager_peak_gib = None
     if not cuda:
@@ -42,9 +40,9 @@ def measure_step(subject: Subject, repeats: int) -> dict[str, Any]:
         eager = replay = times_ms(lambda: executor.call(name), device, repeats=min(repeats, 3), warm_ups=0)
         host = spread(eager)["median"], spread(eager)["median"]
     else:
-        torch.cuda.reset_peak_memory_stats(device)
+        subject.memory.forget_peak()
         eager = times_ms(lambda: executor.call(name), device, repeats=max(3, repeats // 4))
-        eager_peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
+        eager_peak_gib = subject.memory.peak_gib
         before = Counters.read(device)
         replay = times_ms(lambda: executor.run(name), device, repeats=repeats)
         with host_sync_is_an_error():

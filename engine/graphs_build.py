@@ -83,6 +83,11 @@ def build_graphs(settings: Settings) -> dict[str, Any]:
     record = replace(record, buckets=timed, phases_s=tuple(laps.seconds.items()))
     path = write_record(Path(settings.run.output), record)
     print_record(record, console)
+    about = {"attention": engine.ops.name, "precision": engine.precision, "recompute": engine.drafter.recompute}
+    told = (
+        f'these milliseconds and this memory are of model.recompute = "{about["recompute"]}" under {about["attention"]}'
+    )
+    console.print(f"{told} attention, in {about['precision']}", markup=False, soft_wrap=True)
     print_memory(memory, console)
     if record.reserved_mib is not None:
         found, expected = record.reserved_mib / 1024, memory.reserved / GIB
@@ -101,6 +106,7 @@ def build_graphs(settings: Settings) -> dict[str, Any]:
     return {
         "record": str(path),
         "generation": record.generation,
+        **about,
         "phases_s": dict(record.phases_s),
         "kernels_compiled": record.kernels_compiled,
         "reserved_mib": record.reserved_mib,

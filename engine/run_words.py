@@ -20,14 +20,15 @@ def held_out_too_long(run: TrainingRun) -> Sequence[tuple[int, int]]:
 
 
 def say_plan(run: TrainingRun) -> None:
-    """Device, precision, buckets, and what is too long for them."""
+    """Device, precision, attention, what is formed again, buckets, and what is too long for them."""
     engine, too_long = run.engine, run.settings.data.too_long
     names = ", ".join(bucket.name for bucket in engine.buckets)
     how = "replaying CUDA graphs" if engine.executor.how == "replayed" else "calling the steps (no GPU)"
     if run.intake.plan.sources:
         print_sources(run.intake.plan.sources, run.console)
     environment = f"; set in the environment: {process_settings.told()}" if process_settings.told() else ""
-    run.say(f"{engine.device}, {engine.precision}, {how}; buckets (rows x tokens x blocks): {names}{environment}")
+    kernels = f"{engine.precision}, {engine.ops.name} attention, recompute {engine.drafter.recompute}"
+    run.say(f"{engine.device}, {kernels}, {how}; buckets (rows x tokens x blocks): {names}{environment}")
     what = {"skip": "left out", "truncate": "cut off", "split": "split"}[too_long]
     for kind, found in (("samples", run.intake.plan.too_long), ("held-out samples", held_out_too_long(run))):
         if found:

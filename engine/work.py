@@ -18,8 +18,9 @@ def step_flop(config: DrafterConfig, bucket: Bucket, seen: float = 0.0) -> float
     """Floating-point operations of forward and backward over one batch, 2 a multiply-add.
 
     A trained matmul counts 6 a weight and token (forward, input gradient, weight gradient), fc 4 (its input needs no
-    gradient), the frozen head 4 over slots 1..K-1; attention 14 H E a visible key (4 forward, 10 backward), with the own block
-    and `seen` context tokens visible on average: half the row unless given, less where documents share it.
+    gradient), the frozen head 4 over slots 1..K-1; every layer whole, whatever the engine leaves out of the first and the last.
+    Attention counts 14 H E a visible key (4 forward, 10 backward), with the own block and `seen` context tokens visible on
+    average: half the row unless given, less where documents share it.
     """
     D, HE, GE = (
         config.hidden_size,

@@ -1,5 +1,7 @@
 """What of Triton's attention needs no kernel: tiles, splits and refusals. The kernels: tests/interpreter, tests/gpu."""
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,8 +9,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.ops.attention import _check, attention
-from engine.ops.attention_tiles import block_layout, splits_for, tiles_for
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.ops import attention_kernels
+from engine.ops.attention import _card_tiles, _check, attention
+from engine.ops.attention_tiles import Tile, block_layout, splits_for, tiles_for
 from engine.ops.card import LARGE_SHARED_MEMORY
 from tests.attention_helpers import Case, inputs_of, mask_of
 
@@ -23,6 +30,60 @@ def test_a_card_with_less_shared_memory_gets_smaller_tiles(E: int) -> None:
         big, little = getattr(large, kernel), getattr(small, kernel)
         assert little.rows * little.keys <= big.rows * big.keys
         assert little.stages <= big.stages
+
+
+def test_the_cards_own_shared_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.zeros(1, 16, 8, 128, dtype=torch.bfloat16)
+    for memory in (LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY):
+        monkeypatch.setattr("engine.ops.attention.shared_memory_and_processors", lambda device, m=memory: (m, 84))
+        assert _card_tiles(q, 128) == tiles_for(128, 2, memory, 128)
+
+
+@pytest.mark.parametrize(("E", "name"), [(128, "forward"), (256, "dkv")])
+def test_the_tightest_small_tiles_compile_within_99_kib(E: int, name: str) -> None:
+    """Those that take most of it, for K = 4 and 16. Compiled for a card of compute capability 8.9; none is needed."""
+    K, R, G = (4, 1, 8) if name == "forward" else (16, 4, 8)
+    tile: Tile = getattr(tiles_for(E, 2, SMALL_SHARED_MEMORY, K * R), name)
+    layout = block_layout(tile.rows, R, K)
+    sizes = {"G": G, "R": R, "E": E, "K": K, "CAUSAL": False, "ROWS": tile.rows, "KEYS": tile.keys, "CHUNK": 1024}
+    sizes |= {"EVEN": True, "BLOCKS": layout.blocks, "PARTS": layout.parts, "POSITIONS": layout.positions}
+    sizes |= {"DRAFT": layout.keys}
+    kernel = getattr(attention_kernels, f"{name}_kernel")
+    constants, types = {}, {}
+    for parameter in kernel.params:
+        if parameter.is_constexpr:
+            # Row strides are the only constants without a name of their own.
+            constants[parameter.name] = sizes.get(parameter.name, (R + 2) * G * E)
+        types[parameter.name] = _type_of(parameter.name, parameter.is_constexpr)
+    divisible = [i for i, p in enumerate(kernel.params) if p.name.endswith("_ptr") or p.name.endswith("_sb")]
+    source = ASTSource(kernel, types, constants, {(i,): [["tt.divisibility", 16]] for i in divisible})
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 89, 32), options=options)
+    assert 0 < compiled.metadata.shared <= SMALL_SHARED_MEMORY
+
+
+def _type_of(name: str, is_constant: bool) -> str:
+    """As attention.py passes it, in bf16."""
+    if is_constant:
+        return "constexpr"
+    if not name.endswith("_ptr"):
+        return "fp32" if name == "scale" else "i32"
+    kind = name.removesuffix("_ptr")
+    if kind in ("lse", "delta"):
+        return "*fp32"
+    return "*i32" if kind in ("anchors", "keeps", "starts", "low", "high") else "*bf16"
+
+
+def test_no_operation_uses_an_atomic() -> None:
+    """Their order would be the card's, and so would the last bits of every sum."""
+    folder = Path(attention_kernels.__file__).parent
+    calls = [
+        f"{file.name}:{node.lineno}"
+        for file in folder.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("atomic")
+    ]
+    assert calls == []
 
 
 def test_a_head_dim_without_tiles_is_refused() -> None:

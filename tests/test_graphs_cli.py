@@ -37,7 +37,9 @@ def test_from_not_built_to_fresh_to_stale(config: Path, tmp_path: Path, capsys: 
     assert main(["graphs", "build", str(config), "--json"]) == 0
     *lines, last = told(capsys)
     assert any("called: nothing to compare" in line and "1x256x32" in line for line in lines)
+    assert any('of model.recompute = "none" under reference attention, in fp32' in line for line in lines)
     built = json.loads(last)
+    assert (built["recompute"], built["attention"], built["precision"]) == ("none", "reference", "fp32")
     assert [row["how"] for row in built["buckets"]] == ["called", "called"]
     assert [row["worth"] for row in built["buckets"]] == ["called", "called"]
     assert {"compile", "capture", "verify"} <= built["phases_s"].keys()

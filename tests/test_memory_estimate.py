@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from bench.cli import main
+from bench.tables import record
 from bench.workloads import WORKLOADS
 from buffers.shapes import Bucket
 from engine.memory_budget import GIB, Budget, check_budget
@@ -48,6 +49,27 @@ def test_what_torch_holds_is_met_within_a_tenth(name: str, mode: str) -> None:
     held = found.reserved - found.fixed["optimizer"] - found.fixed["staging"]
     held += list(HELD_GIB).index(mode) * found.fixed["workspaces"]
     assert held / GIB == pytest.approx(HELD_GIB[mode][name], rel=0.06)
+
+
+@pytest.mark.parametrize("name", POOL_MIB)
+def test_the_peak_is_met_within_a_hundredth(name: str) -> None:
+    """Of bench/results/h200-peers.json, where ours is counted from before it was built; docs/performance.md quotes it."""
+    row = next(row for row in record("peers")["workloads"] if row["workload"] == name)
+    assert peak_gib(name) == pytest.approx(row["ours_peak_gib"], abs=0.01)
+
+
+@pytest.mark.parametrize(("name", "gib"), [("W1", 3.1), ("W2", 12.9), ("W3", 36.1)])
+def test_an_fp32_gradient_arena(name: str, gib: float) -> None:
+    """docs/performance.md quotes it."""
+    assert peak_gib(name, "optimizer.grad_dtype=fp32") == pytest.approx(gib, abs=0.05)
+
+
+def peak_gib(name: str, *changes: str) -> float:
+    """The most that is allocated at a time, without optimizer states and the staging arena."""
+    found = of_workload(name, *changes)
+    (step,) = found.steps.values()
+    lasting = sum(nbytes for what, nbytes in found.fixed.items() if what not in ("optimizer", "staging"))
+    return (lasting + step.most) / GIB
 
 
 def test_what_a_setting_costs_and_saves() -> None:

@@ -65,6 +65,7 @@ def test_a_run_learns_and_leaves_what_it_should(data: Path, tmp_path: Path) -> N
     assert sum(record.get("useful_tokens", 0) for record in metrics(output)) == 4 * sum(LENGTHS)
     assert figures["steps"] == 40
     assert figures["how"] == "called"
+    assert (figures["attention"], figures["recompute"], figures["reserved_mib"]) == ("reference", "none", None)
     assert [row["batches"] for row in figures["buckets"]] == [20, 20]
     assert figures["device_allocations"] == figures["compilations"] == figures["skipped_steps"] == 0
     assert figures["eval_loss"] == metrics(output)[-1]["eval_loss"]

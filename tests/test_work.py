@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.matmuls import step_matmuls
+from bench.matmuls import matmul_flop, step_matmuls
 from bench.workloads import WORKLOADS
 from buffers.shapes import Bucket
 from engine.drafter_config import FULL, SLIDING
@@ -10,9 +10,9 @@ from engine.work import FIXED_FLOP, planning_cost, spoken_flop, step_flop
 from tests.drafter_helpers import small_config
 
 
-def matmul_flop(name: str) -> float:
+def flop_of(name: str, *, whole: bool = True) -> float:
     workload = WORKLOADS[name]
-    return sum(2.0 * count * M * N * K for count, M, N, K in step_matmuls(workload.config(), workload.bucket))
+    return matmul_flop(step_matmuls(workload.config(), workload.bucket, whole=whole))
 
 
 @pytest.mark.parametrize(("name", "tflop"), [("W1", 9.3), ("W2", 71.8), ("W3", 505.0)])
@@ -30,7 +30,7 @@ def test_matmuls_of_w1_by_hand() -> None:
     draft, context, head = 8192, 512, 7680
     layer = draft * 1024 * (2048 + 2 * 1024) + context * 1024 * 2 * 1024 + draft * 2048 * 1024 + draft * 3 * 1024 * 3072
     by_hand = 2 * (3 * 5 * layer + 2 * context * 1024 * 5 * 1024 + 2 * head * 1024 * 151936)
-    assert matmul_flop("W1") == by_hand
+    assert flop_of("W1") == by_hand
     assert 8.5e12 < by_hand < 9.0e12
 
 
@@ -40,7 +40,20 @@ def test_matmuls_and_attention_are_the_whole_work(name: str) -> None:
     config, bucket = workload.config(), workload.bucket
     heads = config.num_attention_heads * config.head_dim
     attention = 5 * 14 * heads * bucket.Q * (bucket.S / 2 + bucket.K)
-    assert step_flop(config, bucket) == pytest.approx(matmul_flop(name) + attention, rel=1e-9)
+    assert step_flop(config, bucket) == pytest.approx(flop_of(name) + attention, rel=1e-9)
+
+
+@pytest.mark.parametrize(("name", "whole", "own"), [("W1", 8.69, 8.47), ("W2", 67.7, 66.1), ("W3", 479.3, 471.6)])
+def test_what_the_engine_leaves_out_of_its_matmuls(name: str, whole: float, own: float) -> None:
+    """The figures of docs/performance.md."""
+    assert flop_of(name) / 1e12 == pytest.approx(whole, abs=0.05)
+    assert flop_of(name, whole=False) / 1e12 == pytest.approx(own, abs=0.05)
+    workload = WORKLOADS[name]
+    c, bucket = workload.config(), workload.bucket
+    kv = c.num_key_value_heads * c.head_dim
+    mask_slots = (bucket.Q - bucket.N - 1) * c.hidden_size * (c.num_attention_heads * c.head_dim + 2 * kv)
+    slot_0 = bucket.N * 3 * c.hidden_size * c.intermediate_size
+    assert flop_of(name) - flop_of(name, whole=False) == 6 * (mask_slots + slot_0)
 
 
 def test_every_matmul_has_the_shapes_of_its_place() -> None:
