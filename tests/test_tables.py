@@ -94,8 +94,8 @@ def test_clock_and_power_stand_there_once_they_are_recorded(tmp_path: Path) -> N
 
 def test_operations_stand_there_once_they_are_recorded(tmp_path: Path) -> None:
     assert ops_table(tmp_path) == []
-    ours = {"ms": 2.0, "rate": 700.0, "share_of_ceiling": 0.9, "error": 0.002, "time_over_ours": 1.0}
+    ours = {"ms": 2.0, "rate": 700.0, "share_of_ceiling": 0.9, "error": 0.002, "sustained": {"ms": 2.4}}
     results = {"ours": ours, "reference": {"skipped": "out of memory"}, "torch": {"time_over_ours": 1.5}}
     op = {"workload": "W1", "op": "linear o", "unit": "TFLOP/s", "results": results}
     (tmp_path / "h200-ops.json").write_text(json.dumps({"ops": [op]}))
-    assert ops_table(tmp_path)[2] == "| W1 linear o | 2.000 | 700 TFLOP/s | 90% | - | 1.50 | - | - | 2.0e-03 |"
+    assert ops_table(tmp_path)[2] == "| W1 linear o | 2.000 | 2.400 | 700 TFLOP/s | 90% | - | 1.50 | - | - | 2.0e-03 |"
