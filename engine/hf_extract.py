@@ -169,6 +169,6 @@ def _show(console: Console, figures: dict[str, Any], tally: Tally) -> None:
         )
     for line in left_out_lines(tally.left_out):
         _say(console, line)
-    for line in figures["warnings"]:
-        _say(console, f"warning: {line}")
+    for warning in figures["warnings"]:
+        _say(console, f"warning: {warning}")
     _say(console, f"dataset: {figures['out']}, {figures['shards']} shards, {figures['bytes'] / 2**30:.2f} GiB")

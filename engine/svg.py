@@ -134,6 +134,7 @@ def short(value: float) -> str:
 
 
 def _color(index: int, count: int, ramp: bool) -> str:
-    if ramp:
-        return f"hsl({220 - 190 * index / max(1, count - 1):.0f} 75% 48%)"
+    if ramp:  # hue and lightness: neighbours differ where either alone would not show it
+        part = index / max(1, count - 1)
+        return f"hsl({270 - 230 * part:.0f} 80% {26 + 30 * part:.0f}%)"
     return _COLORS[index % len(_COLORS)]
