@@ -1,8 +1,8 @@
 """Compiled kernels stay on disk, one folder for every combination of torch, Triton, CUDA, driver and GPU, so that a second start
 of the same run compiles nothing and one under other software begins with a clean folder.
 
-Triton and Inductor know themselves what to compile again when a source, a shape or an option changes. Nothing is autotuned at
-run time, so there are no choices to keep beside the kernels.
+Triton and Inductor know themselves what to compile again when a source, a shape or an option changes. None of our kernels is
+autotuned, so there are no choices to keep beside them; what Inductor chooses by timing it keeps in its own folder itself.
 """
 
 from __future__ import annotations

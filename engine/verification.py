@@ -20,6 +20,7 @@ EQUAL = "equal bits"
 CALLED = "called: nothing to compare"
 NEVER = ""
 HELD_OUT = ", held-out"
+NOT_AGAIN = "called: it could not be captured again when another bucket had to be called"
 DOES_NOT_FIT = "not verified: the eager step of one row does not fit beside the pool"
 # max|replay - eager| / max|eager| of a tensor when the eager step has fewer rows: its matmuls then sum in another order.
 ROWS_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp8": 0.25}
@@ -90,6 +91,11 @@ def verify_buckets(
     left = dict(firsts)
     while left:
         step, (batch, put) = left.popitem()
+        if executor.how_of(step.name) == "called":  # captured once, but not again beside another that is called by now
+            firsts.pop(step)
+            found[step.bucket] = step.noted(found[step.bucket], NOT_AGAIN, refused=True)
+            say(f"bucket {step.bucket.name}{step.words}: {NOT_AGAIN}")
+            continue
         start = time.perf_counter()
         try:
             how, refused = verify_batch(engine, batch, put, held_out=step.held_out), False

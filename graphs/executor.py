@@ -229,8 +229,8 @@ class GraphExecutor:
     def _warm_up(self, name: str, before: Named = nothing, after: Named = nothing) -> None:
         """One call is enough for a capture to initialise nothing: Triton's kernels are compiled and loaded for the very types,
         alignments and constants that are captured, cuBLAS has chosen and loaded its kernels for these shapes (its handles and
-        workspaces are _make_workspaces's), autograd's thread runs, and nothing is autotuned. Each step has a call of its own,
-        for each has kernels of its own."""
+        workspaces are _make_workspaces's), autograd's thread runs, and Inductor has chosen what it
+        chooses by timing. Each step has a call of its own, for each has kernels of its own."""
         waits: list[str] = []
         with explained(name, "warming up", self.device):
             before(name)

@@ -1,12 +1,20 @@
 """The call that warms a step up is the eager twin of its replay, where it had the batch that is compared."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
 
+from buffers.shapes import Bucket
+from engine.graphs_ready import make_ready
+from engine.laps import Laps
+from engine.settings import load_settings
 from engine.verification import EQUAL, to_compare
 from graphs.executor import CaptureError
+from graphs.fingerprint import Fingerprint
+from graphs.record import Record, write_record
 from tests.drafter_helpers import assert_same_bits
 from tests.test_verification import BUCKETS, PRINTS, Case, record
 
@@ -81,6 +89,38 @@ def test_other_buckets_are_warmed_up_without_content(case: Case) -> None:
     assert all(not tensor.any() for tensor in case.inputs[LARGE].values())
     assert all(not tensor.any() for inputs in case.eval_inputs.values() for tensor in inputs.values())
     assert any(tensor.any() for tensor in case.inputs[SMALL].values())
+
+
+def test_a_bucket_of_a_later_epoch_is_compared_and_known_the_next_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+
+    def start(policy: str, prints: Mapping[Bucket, Fingerprint] = PRINTS) -> tuple[Case, Record]:
+        case = Case(monkeypatch)
+        epochs = [[b for b in case.batches if b.bucket == bucket] for bucket in (SMALL, LARGE)]
+        record = make_ready(
+            case.engine,
+            chain.from_iterable(epochs),  # read once
+            case.load,
+            settings=load_settings(None, [f"run.output={tmp_path}", f"run.verify={policy}"]),
+            fingerprints=prints,
+            laps=Laps(),
+            say=case.said.append,
+        )
+        assert case.graphs.eager == [] and case.said == []
+        assert [bucket.verified for bucket in record.buckets] == [EQUAL, EQUAL]
+        return case, record
+
+    case, made = start("changed")
+    assert {name.split()[1] for name in case.graphs.replayed} == {SMALL.name, LARGE.name}
+    write_record(tmp_path, made)
+    case, _ = start("changed")
+    assert case.loaded == [] and case.graphs.replayed == []
+    case, _ = start("changed", {**PRINTS, LARGE: PRINTS[LARGE].with_field("head_chunk", 7)})
+    assert {batch.bucket for batch in case.loaded} == {LARGE}
+    case, _ = start("always")
+    assert {batch.bucket for batch in case.loaded} == {SMALL, LARGE}
 
 
 def test_which_batches_will_be_compared_is_known_before(case: Case) -> None:

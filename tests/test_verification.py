@@ -209,6 +209,24 @@ def test_a_mismatch_is_called_instead_where_that_is_allowed(case: Case) -> None:
     assert made.buckets[1].verified == "", "so it is compared again the next time"
 
 
+def test_a_bucket_that_cannot_be_captured_again_beside_a_refused_one_is_called_too(case: Case) -> None:
+    small, large = (bucket.name for bucket in BUCKETS)
+    case.graphs.broken = lambda name: case.engine.gradients()["fc.weight"].mul_(1.5) if large in name else None
+    case.graphs.on_failure = "eager"
+    call_instead = case.graphs.call_instead
+
+    def both(name: str, why: str) -> None:
+        call_instead(name, why)
+        call_instead(f"train {small}", "out of memory")
+
+    case.graphs.call_instead = both  # type: ignore[method-assign]
+    found = case.verify()
+    assert found[BUCKETS[0]].refused and found[BUCKETS[0]].how.startswith("called: it could not be captured again")
+    reports = [BuildReport(f"train {b.name}", "replayed", 0.0, 0.0, 1.0) for b in BUCKETS]
+    assert {b.how for b in record_of(reports, PRINTS, found).buckets} == {"called"}
+    assert any(small in line and "called" in line for line in case.said)
+
+
 def test_a_wrong_loss_is_seen(case: Case) -> None:
     case.graphs.broken = lambda name: case.engine.metrics.sums[0].add_(1.0)
     with pytest.raises(CaptureError, match="differs from the eager step in (loss|metrics) by"):

@@ -141,6 +141,9 @@ def test_a_start_runs_every_eager_step_once(config: Path, monkeypatch: pytest.Mo
         assert called == []
         assert {bucket.verified for bucket in run.graphs.buckets} == {EQUAL}
         assert all(len(bucket.graphs) == 2 for bucket in run.graphs.buckets)
+        held = torch.cuda.memory_reserved()
+        torch.cuda.empty_cache()
+        assert held - torch.cuda.memory_reserved() <= 8 * MIB, "what calling and comparing took is given back"
 
 
 @pytest.mark.parametrize("mode", ["none", "mlp", "layer"])
