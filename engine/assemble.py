@@ -240,16 +240,19 @@ def weights_aside(settings: Settings, config: DrafterConfig) -> Future[dict[str,
     return weights
 
 
-def make_plan(settings: Settings, dataset: SampleSource, config: DrafterConfig, device: torch.device) -> Plan:
-    """The buckets for a dataset: planned, or the fixed lengths of the settings with N and B by the same rules.
-
-    Raises ValueError when no sample has a place for a draft block.
-    """
+def require_blocks(dataset: SampleSource) -> None:
+    """Raises ValueError when no sample has a place for a draft block."""
     if not dataset.eligible_counts.any():
         raise ValueError(
             f"{folder_names(dataset)}: expected a sample with two supervised neighbours (loss_mask 1, 1), found none in "
             f"{len(dataset)} samples; set loss_mask to 1 for what the target answered"
         )
+
+
+def make_plan(settings: Settings, dataset: SampleSource, config: DrafterConfig, device: torch.device) -> Plan:
+    """The buckets for a dataset: planned, or the fixed lengths of the settings with N and B by the same rules. Raises ValueError
+    as require_blocks does."""
+    require_blocks(dataset)
     counts = planned_counts(dataset)
     plan = plan_for(settings, *counts, config, device)
     if isinstance(dataset, Mixture) and not dataset.whole:

@@ -20,12 +20,15 @@ class Found:
 
 
 def newest_whole(root: Path) -> Found | None:
-    """None where there is no checkpoint at all. Raises ValueError where there are some and none is whole."""
+    """None where there is no checkpoint at all. Raises ValueError where there are some and none is whole. One that the run of
+    another process removes meanwhile, for a newer one that it has written, is no damaged one."""
     passed_over: list[tuple[Path, str]] = []
     for folder in reversed(checkpoints(root)):
         try:
             check_whole(folder)
         except DamagedCheckpoint as error:
+            if not folder.exists():
+                return newest_whole(root)
             passed_over.append((folder, error.why))
         else:
             return Found(folder, tuple(passed_over))

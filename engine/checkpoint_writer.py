@@ -7,7 +7,6 @@ them all. What the thread fails with, the loop raises at its next step.
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -30,7 +29,7 @@ from engine.checkpoint import (
     step_of,
 )
 from engine.drafter_config import DrafterConfig
-from engine.publish import publish_folder, remove_folder
+from engine.publish import clear_away, publish_folder, remove_folder
 from engine.snapshot import Snapshot
 from engine.tensor_file import NonFinite, write_tensors
 
@@ -125,7 +124,7 @@ class CheckpointWriter:
             (into / STATE_FILE).write_text(seal(json.loads(json.dumps(state | {"files": files}))))
 
         for unfinished in self._root.glob(".step-*"):
-            shutil.rmtree(unfinished)
+            clear_away(unfinished)
         publish_folder(folder, write)
         older = [other for other in checkpoints(self._root) if step_of(other) < position.step]
         for old in older[: len(older) - (keep - 1)]:

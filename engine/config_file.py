@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from engine.settings import Settings, load_settings
+from engine.settings_fields import SettingsError
 
 # A look costs a stat, which a network file system may take a millisecond for.
 _EVERY_S = 0.5
@@ -35,6 +37,10 @@ class ConfigFile:
         if not at_once and signature == self._signature:
             return None
         self._signature = signature
+        if signature is None and self.path.exists():
+            raise SettingsError(
+                f"{self.path}: expected a file that can be read again, found a folder, a pipe or a device; name a file"
+            )
         return self.load()
 
     def _look(self) -> tuple[int, int, int] | None:
@@ -42,4 +48,6 @@ class ConfigFile:
             found = self.path.stat()
         except OSError:
             return None
+        if not stat.S_ISREG(found.st_mode):
+            return None  # of a pipe there is nothing to read a second time, and a wait without end
         return found.st_mtime_ns, found.st_size, found.st_ino

@@ -229,6 +229,11 @@ class Engine:
         self.write_objective(options.objective)
         return reports
 
+    @property
+    def between_steps(self) -> bool:
+        """Whether no micro-batch was taken since the last update."""
+        return self._first
+
     def attach(self) -> None:
         """From here on the calling thread takes the engine's steps: its current device and stream become the engine's."""
         self.executor.attach()

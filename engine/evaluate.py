@@ -50,10 +50,11 @@ def evaluate_drafter(
     """
     if plot is not None:
         require_plot(plot)
-    folder = find_trained(source)
+    if decode is not None:
+        find_trained(source)  # refuses before a target is loaded
     decoder = None if decode is None else _Decoder(decode, settings)
     # speculators' layout does not say how many layers the target has.
-    _, config, weights = load_trained(folder, None if decoder is None else decoder.target.sizes[2])
+    folder, config, weights = load_trained(source, None if decoder is None else decoder.target.sizes[2])
     if decoder is not None:
         decoder.take(config, weights)  # refuses before the work begins
     figures: dict[str, Any] = {"drafter": str(folder), "block_size": config.block_size}

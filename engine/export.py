@@ -127,15 +127,33 @@ def _refuse_occupied(out: Path) -> None:
 
 def load_trained(source: Path, num_target_layers: int | None = None) -> tuple[Path, DrafterConfig, dict[str, Tensor]]:
     """The drafter of a run's folder (its best, else its last checkpoint's), of a training checkpoint or of a drafter's folder,
-    and the folder it was found in. num_target_layers: see load_drafter_config. Raises ValueError."""
-    chosen = find_trained(source)
+    and the folder it was found in; of a run under way, which replaces them, what is there in the end. num_target_layers: see
+    load_drafter_config. Raises ValueError."""
+    while True:
+        chosen = find_trained(source)
+        folder = _inode(chosen)
+        try:
+            return chosen, *_load(chosen, num_target_layers)
+        except (ValueError, OSError):
+            if chosen == source or folder is not None and _inode(chosen) == folder:
+                raise
+
+
+def _inode(folder: Path) -> int | None:
+    try:
+        return folder.stat().st_ino
+    except OSError:
+        return None
+
+
+def _load(chosen: Path, num_target_layers: int | None) -> tuple[DrafterConfig, dict[str, Tensor]]:
     if (chosen / TRAINING_FILE).is_file():
         check_whole(chosen)
         config, weights = saved_config(chosen), saved_weights(chosen)
         check_tensors(str(chosen / TRAINING_FILE), parameter_shapes(config), weights)
     else:
         config, weights = load_drafter(chosen, num_target_layers)
-    return chosen, config, weights
+    return config, weights
 
 
 def find_trained(source: Path) -> Path:

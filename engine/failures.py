@@ -5,6 +5,7 @@ import errno
 _WHAT_TO_DO = (
     ((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room there"),
     ((errno.EROFS, errno.EACCES, errno.EPERM), "Make it readable and writable"),
+    ((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), "Move away what has that name"),
     ((errno.EIO, errno.ESTALE, errno.ENODEV), "See after the disk or network behind it"),
 )
 _LESS_MEMORY = (
@@ -17,13 +18,9 @@ _NO_ROOM_ON_THE_GPU = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
 def leaves_steps_whole(error: BaseException | None) -> bool:
     """Whether what came to grief in the middle of a run is data, a disk, memory or the graphs, so that the steps before it are
     what they would have been and are worth a checkpoint."""
-    from torch import OutOfMemoryError
+    from engine.checking import CheckFailed
 
-    from buffers.staging import LoaderEnded
-    from graphs.capture_errors import CaptureError
-
-    kinds = (ValueError, OSError, MemoryError, CaptureError, OutOfMemoryError, LoaderEnded)
-    return isinstance(error, kinds)
+    return isinstance(error, Exception) and not isinstance(error, CheckFailed) and message_of(error) is not None
 
 
 def message_of(error: Exception) -> str | None:
@@ -31,7 +28,8 @@ def message_of(error: Exception) -> str | None:
     GPU; None for a fault of ours."""
     if isinstance(error, OSError) and error.strerror:
         # A write that fails knows no name: the file was opened long before.
-        where = "could not write" if error.filename is None else str(error.filename)
+        name = error.filename2 or error.filename  # of a rename where it would have gone
+        where = "could not write" if name is None else str(name)
         hint = next(
             (f" {words}; the same command goes on." for codes, words in _WHAT_TO_DO if error.errno in codes), ""
         )

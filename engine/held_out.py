@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from buffers.dataset import SampleSource, folder_names, load_target_tensors
 from buffers.manifest import TARGET_FILE
 from buffers.shapes import Bucket
 from buffers.staging import InputPipeline
-from buffers.untrusted import one_line, parse_json
-from engine.assemble import make_batch_plan
+from buffers.untrusted import one_line, parse_json, shown
+from engine.assemble import make_batch_plan, require_blocks
 from engine.checkpoint import save_drafter
 from engine.data_source import open_data
 from engine.engine import Engine
@@ -67,8 +68,10 @@ class HeldOut:
         folder: Path,
         pipeline: dict[str, Any],
     ) -> None:
-        """pipeline: what InputPipeline takes by keyword. Raises ValueError when no sample fits the buckets."""
+        """pipeline: what InputPipeline takes by keyword. Raises ValueError when no sample fits the buckets, or none has a place
+        for a draft block."""
         try:
+            require_blocks(dataset)
             plan = make_batch_plan(settings, dataset, buckets)
         except ValueError as error:
             raise ValueError(f"data.eval_path: {error}") from error
@@ -98,7 +101,9 @@ class HeldOut:
         if file.is_file():
             try:
                 told = parse_json(file.read_bytes())
-                best = float(told["eval_accept_len"])
+                best = told["eval_accept_len"]
+                if type(best) not in (int, float) or not math.isfinite(best):
+                    raise ValueError(f"eval_accept_len {shown(best)}")
                 self.best = best if told.get("eval_data", self._digest) == self._digest else None
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                 raise ValueError(

@@ -15,7 +15,7 @@ def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
     _make_parents(folder.parent)
     restore_folder(folder)
     temporary = folder.with_name(f".{folder.name}.writing")
-    shutil.rmtree(temporary, ignore_errors=True)
+    clear_away(temporary)
     temporary.mkdir()
     try:
         write(temporary)
@@ -27,12 +27,12 @@ def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    clear_away(old)
     if folder.exists():
         folder.rename(old)
     temporary.rename(folder)
     flush(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    clear_away(old)
 
 
 def restore_folder(folder: Path) -> None:
@@ -45,9 +45,17 @@ def restore_folder(folder: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Removes a folder at once for whoever looks; what a death leaves of it bears a dot and no longer its name."""
     going = folder.with_name(f".{folder.name}.removing")
-    shutil.rmtree(going, ignore_errors=True)
+    clear_away(going)
     folder.rename(going)
-    shutil.rmtree(going)
+    clear_away(going)
+
+
+def clear_away(path: Path) -> None:
+    """Nothing has this name any more. What a link leads to stays: it is not the run's."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _make_parents(folder: Path) -> None:

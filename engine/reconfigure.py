@@ -4,6 +4,7 @@ steps, from the same weights, moments and place in the data - and what cannot be
 from __future__ import annotations
 
 import gc
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from engine.assemble import generation_options
 from engine.changes import SettingChange, change_figures, changes_between, refuse_restarts, worst
 from engine.config_file import ConfigFile
 from engine.data_feed import carried_over
+from engine.failures import message_of
 from engine.graphs_ready import lasting_addresses
 from engine.intake import Intake, plan_intake
 from engine.laps import Laps
@@ -22,7 +24,6 @@ from engine.run_files import write_description
 from engine.settings import Settings
 from engine.sinks import require_sinks
 from engine.turns import set_turns
-from graphs.capture_errors import CaptureError
 from graphs.generation import GenerationLost
 from graphs.guards import Counters
 
@@ -46,14 +47,22 @@ def follow(run: TrainingRun, config: ConfigFile) -> None:
         reconfigure(run, settings)
     except GenerationLost:
         raise
-    except (ValueError, OSError, CaptureError, torch.OutOfMemoryError) as error:
-        why = " ".join(str(error).split())
+    except Exception as error:
+        told = message_of(error)
+        if told is None:
+            raise
+        why = " ".join(told.split())
         run.say(f"{config.path} is not taken over, the run goes on as it was: {why}")
         _note(run, "refused", changes, why)
 
 
 def reconfigure(run: TrainingRun, settings: Settings) -> None:
     """Goes on under these settings; see TrainingRun.reconfigure."""
+    if not run.engine.between_steps or run.thread not in (None, threading.current_thread()):
+        raise ValueError(
+            "reconfigure: expected a call between two steps, in the thread that takes them, found one within a step or from "
+            "another thread; write to the settings file instead, which the run takes over at the end of a step"
+        )
     changes = changes_between(run.settings, settings)
     if not changes:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -104,6 +105,7 @@ class TrainingRun:
                 parts.callback(self._profile.close)
             self._parts = parts.pop_all()
         self.config = config
+        self.thread: threading.Thread | None = None  # that takes the steps
         self.interrupts = Interrupts(self.say, rereads=config is not None)
         self.counters = Counters.read(self.engine.device)
         self.laps.end("rest")
@@ -112,6 +114,7 @@ class TrainingRun:
     def steps(self) -> Iterator[tuple[Batch, ...]]:
         """The batches of each step that is left; the loader runs ahead over the same ones. Where the settings change between two
         steps, what is left changes."""
+        self.thread = threading.current_thread()
         while self.progress.step < self.total_steps:
             start = self.start
             for batches in self.intake.start(start, self.total_steps, self.settings.run.accumulation):
@@ -183,9 +186,9 @@ class TrainingRun:
             follow(self, self.config)
 
     def reconfigure(self, settings: Settings) -> None:
-        """Between two steps: goes on under these settings, from the same weights, moments and place in the data. Raises
-        SettingsError for a change that no run can take over, and ValueError, CaptureError or torch.OutOfMemoryError where the
-        new generation of graphs cannot be made; the run then goes on as it was."""
+        """Between two steps, in the thread that takes them: goes on under these settings, from the same weights, moments and
+        place in the data. Raises SettingsError for a change that no run can take over, and ValueError, CaptureError or what a
+        full memory raises where the new generation of graphs cannot be made; the run then goes on as it was."""
         reconfigure(self, settings)
 
     def stop_if_interrupted(self) -> None:

@@ -44,6 +44,10 @@ class Limits:
         return " and ".join(f"{word} {limit:g}" for word, limit in words if limit is not None)
 
 
+# numpy and torch count in int64; what goes to the device as a number is fp32 there.
+_LARGEST: dict[Any, float] = {int: 2**63 - 1, float: 3.4e38}
+
+
 # What a change of a setting asks of a run that goes on: a value is written, a new generation of graphs is captured, or it
 # cannot be had without another run.
 Change = Literal["live", "recapture", "restart"]
@@ -117,9 +121,14 @@ def check_fields(section: Any) -> None:
         limits = field.metadata["limits"]
         value = getattr(section, field.name)
         if not _fits(value, kind, limits):
-            raise SettingsError(
-                f"{section_name(type(section))}.{field.name}: expected {expected(kind, limits)}, found {shown(value)}."
-            )
+            words = expected(kind, limits)
+            if (
+                isinstance(value, int | float)
+                and limits.high is limits.below is None
+                and value > _LARGEST.get(kind, value)
+            ):
+                words += f" and at most {_LARGEST[kind]}"
+            raise SettingsError(f"{section_name(type(section))}.{field.name}: expected {words}, found {shown(value)}.")
 
 
 def _fits(value: Any, kind: Any, limits: Limits) -> bool:
@@ -137,9 +146,7 @@ def _fits(value: Any, kind: Any, limits: Limits) -> bool:
     # bool is an int in Python; in a settings file it is a mistake.
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
         return False
-    if isinstance(value, int) and abs(value) >= 2**63:  # numpy and torch count in int64
-        return False
-    return limits.hold(value)
+    return abs(value) <= _LARGEST[kind] and limits.hold(value)
 
 
 def _is_union(kind: Any) -> bool:

@@ -22,7 +22,7 @@ from graphs.capture_errors import CaptureError, explained
 from graphs.guards import host_sync_is_an_error, noting_host_syncs
 from graphs.nodes import count_kernels, upload
 from graphs.pool_poison import fill_pool
-from graphs.steps import BuildReport, CallExecutor, Named, OnFailure, Step, nothing
+from graphs.steps import BuildReport, CallExecutor, Named, OnFailure, Step, nothing, step_named
 from graphs.timing import StepTimes
 
 __all__ = ["BuildReport", "CallExecutor", "CaptureError", "Executor", "GraphExecutor", "make_executor"]
@@ -129,14 +129,14 @@ class GraphExecutor:
                 self.filled_mib = fill_pool(self.device, self._pool, self.pool_fill) / 2**20
             with self.times.measure(name):
                 if graph is None:
-                    self._steps[name]()
+                    step_named(self._steps, name)()
                 else:
                     graph.replay()
 
     def call(self, name: str) -> None:
         """The eager twin, on the same stream."""
         with self._on_our_stream(), torch.cuda.device(self.device):
-            self._steps[name]()
+            step_named(self._steps, name)()
 
     def how_of(self, name: str) -> str:
         """What run() does with this step."""

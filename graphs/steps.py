@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +15,16 @@ Named = Callable[[str], object]
 
 def nothing(name: str) -> None:
     """Of a step that nobody wants to know about."""
+
+
+def step_named(steps: Mapping[str, Step], name: str) -> Step:
+    """Raises ValueError where there is none of that name."""
+    if name not in steps:
+        raise ValueError(
+            f"expected one of the generation's steps ({', '.join(steps) or 'none: it is closed'}), found {name}; take the bucket "
+            "of a batch of this generation's plan"
+        )
+    return steps[name]
 
 
 OnFailure = Literal["stop", "eager"]
@@ -60,11 +70,11 @@ class CallExecutor:
     def run(self, name: str) -> None:
         """The step's effects, by the fastest way there is."""
         with stage("call", name), self.times.measure(name):
-            self._steps[name]()
+            step_named(self._steps, name)()
 
     def call(self, name: str) -> None:
         """The step called from Python, whatever was captured."""
-        self._steps[name]()
+        step_named(self._steps, name)()
 
     def how_of(self, name: str) -> str:
         """What run() does with this step."""

@@ -521,6 +521,13 @@ def test_a_dataset_without_a_place_for_a_block(command: str, tmp_path: Path, fai
     assert f"{data}: expected a sample with two supervised neighbours (loss_mask 1, 1), found none in 3 samples" in line
 
 
+def test_held_out_samples_without_a_place_for_a_block(tmp_path: Path, fails: Fails) -> None:
+    data, held_out = training_dataset(tmp_path / "data", FEW), training_dataset(tmp_path / "held-out", FEW)
+    change_tensor("loss_mask", torch.zeros_like)(held_out)
+    line = fails([*commands_on(data, tmp_path)["train"], "--set", f"data.eval_path={held_out}"])
+    assert f"data.eval_path: {held_out}: expected a sample with two supervised neighbours" in line
+
+
 def test_more_memory_than_there_is(tmp_path: Path, fails: Fails) -> None:
     data = training_dataset(tmp_path / "data", FEW)
     args = commands_on(data, tmp_path)["train"]

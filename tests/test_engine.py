@@ -150,6 +150,20 @@ def test_steps_of_one_micro_batch_need_no_graph_that_adds(inputs: RandomInputs) 
     engine.micro_step(BUCKETS[0])
 
 
+def test_a_step_that_there_is_not_is_named(inputs: RandomInputs) -> None:
+    engine = build_engine(inputs, BUCKETS[:1], adds=False)
+    engine.build()
+    message = r"expected one of the generation's steps \(train 2x32x4, update\), found {}; take the bucket of a batch"
+    for take, name in ((engine.micro_step, "train 1x64x16"), (engine.eval_step, "eval 1x64x16")):
+        with pytest.raises(ValueError, match=message.format(name)):
+            take(BUCKETS[1])
+    inputs.fill(BUCKETS[0])
+    engine.micro_step(BUCKETS[0])  # it was no step
+    engine.close()
+    with pytest.raises(ValueError, match="none: it is closed.*, found update"):
+        engine.update(lr=1e-3)
+
+
 def test_an_engine_without_optimizer_keeps_no_masters(inputs: RandomInputs) -> None:
     engine = build_engine(inputs, BUCKETS, optimizer=None)
     assert engine.params.master is None

@@ -1,6 +1,7 @@
 """Export: from a run, a checkpoint or a drafter to what servers load, without loss and without writing over anything."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import engine.export
 from engine.checkpoint import save_drafter
 from engine.drafter_config import FULL, SLIDING
 from engine.export import export_drafter, load_drafter
@@ -59,6 +61,46 @@ def test_from_a_run_without_evaluation_comes_its_last_checkpoint(tmp_path: Path)
     assert export_drafter(tmp_path / "run", tmp_path / "out")["source"].endswith("checkpoints/step-00000006")
     found, saved = load_file(tmp_path / "out" / "model.safetensors"), checkpoint_tensors(tmp_path / "run", 6)
     assert_same_bits(found, {name: saved[f"master.{name}"].bfloat16() for name in found})
+
+
+@pytest.mark.parametrize("moment", ["engine.checkpoint_choice.check_whole", "engine.export.saved_weights"])
+def test_a_checkpoint_that_the_run_replaces_meanwhile_is_no_damaged_one(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = training_dataset(tmp_path / "data", (40, 60, 90))
+    run(data, tmp_path / "run", "buckets.lengths=128")
+    read = getattr(engine.export, moment.rpartition(".")[2])
+
+    def too_late(folder: Path) -> Any:
+        if folder.name == "step-00000006":
+            folder.rename(folder.with_name("step-00000007"))  # stands for a newer one
+        return read(folder)
+
+    monkeypatch.setattr(moment, too_late)
+    assert export_drafter(tmp_path / "run", tmp_path / "out")["source"].endswith("checkpoints/step-00000007")
+
+
+def test_a_best_drafter_that_the_run_replaces_meanwhile_is_read_again(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run_folder, tmp_path / "run")
+    load, best = engine.export.load_drafter, tmp_path / "run" / "best"
+    calls: list[Path] = []
+
+    def between_two_renames(folder: Path, *args: Any) -> Any:
+        calls.append(folder)
+        if len(calls) > 1:
+            return load(folder, *args)
+        shutil.copytree(best, tmp_path / "newer")
+        shutil.rmtree(best)
+        (tmp_path / "newer").rename(best)
+        raise ValueError("found no model.safetensors")
+
+    monkeypatch.setattr("engine.export.load_drafter", between_two_renames)
+    assert engine.export.load_trained(tmp_path / "run")[0] == best and calls == [best, best]
+    (best / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"model.safetensors"):
+        engine.export.load_trained(tmp_path / "run")
 
 
 def test_from_a_checkpoint_and_from_a_drafter_comes_what_was_named(run_folder: Path, tmp_path: Path) -> None:

@@ -269,6 +269,17 @@ def test_a_metrics_file_that_is_deleted_is_there_again(tmp_path: Path, after_ste
     assert f"{out / 'metrics.jsonl'} was deleted or moved away: it is there again with all its lines" in said
 
 
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    data, out = training_dataset(tmp_path / "data"), tmp_path / "run"
+    (out / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(OSError) as caught:
+        run(data, out, *CHANGES)
+    line = f"{out / 'metrics.jsonl'}: Is a directory. Move away what has that name; the same command goes on."
+    assert message_of(caught.value) == line
+    (out / "metrics.jsonl").rmdir()
+    assert run(data, out, *CHANGES)["steps"] == 16
+
+
 def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     data, jumping, calm = training_dataset(tmp_path / "data"), tmp_path / "jumping", tmp_path / "calm"
     run(data, calm, *CHANGES)

@@ -18,7 +18,7 @@ from buffers.stages import stages_now
 from engine.config_file import ConfigFile
 from engine.engine import Engine
 from engine.run import TrainingRun
-from engine.settings import load_settings
+from engine.settings import Settings, load_settings
 from engine.settings_fields import SettingsError
 from engine.train import train
 from graphs.executor import CallExecutor, CaptureError
@@ -262,7 +262,7 @@ def test_a_plan_or_an_objective_that_the_data_do_not_have_is_refused(
 
 
 @pytest.mark.parametrize("order", ["beside", "after"])
-@pytest.mark.parametrize("fails", ["capture", "inputs", "tables", "verification"])
+@pytest.mark.parametrize("fails", ["capture", "inputs", "host memory", "tables", "verification"])
 def test_a_generation_that_cannot_be_made_leaves_the_old_one(
     data: Path,
     tmp_path: Path,
@@ -291,12 +291,14 @@ def test_a_generation_that_cannot_be_made_leaves_the_old_one(
         make_ready(under_way, *arguments)
 
     def no_memory(*args: Any, **kwargs: Any) -> None:
-        raise torch.OutOfMemoryError("Tried to allocate 9 GiB")
+        if fails != "host memory":
+            raise torch.OutOfMemoryError("Tried to allocate 9 GiB")
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 96000012288 bytes.")
 
     def break_it() -> None:
         monkeypatch.setattr(Engine, "_build", broken_build)
         monkeypatch.setattr(TrainingRun, "make_ready", differs)
-        if fails == "inputs":
+        if fails in ("inputs", "host memory"):
             monkeypatch.setattr("engine.intake.InputPipeline", no_memory)
         if fails == "tables":
             monkeypatch.setattr("engine.engine.assemble", no_memory)
@@ -395,6 +397,22 @@ def test_a_file_is_looked_at_twice_a_second_at_most(tmp_path: Path, monkeypatch:
     assert file.changed(at_once=True) == found
 
 
+def test_a_pipe_is_read_once_and_never_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=("[run]\nseed = 1\n",))
+    writer.start()
+    file = ConfigFile(path)
+    assert file.load().run.seed == 1
+    writer.join()
+    file._next_look_s = 0.0
+    assert file.changed() is None
+    with pytest.raises(
+        SettingsError, match="expected a file that can be read again, found a folder, a pipe or a device"
+    ):
+        file.changed(at_once=True)
+
+
 def test_hanging_up_without_a_settings_file_is_left_to_the_system(
     data: Path, tmp_path: Path, after_step: AfterStep
 ) -> None:
@@ -458,6 +476,35 @@ def test_reconfigure_refuses_by_itself(data: Path, tmp_path: Path) -> None:
             under_way.reconfigure(run_settings(tmp_path / "elsewhere", tmp_path / "run"))
         under_way.reconfigure(run_settings(data, tmp_path / "run"))
         assert not events(tmp_path / "run")
+
+
+def test_reconfigure_within_a_step_or_from_another_thread_is_refused_and_breaks_nothing(
+    data: Path, tmp_path: Path
+) -> None:
+    refused: list[str] = []
+
+    def try_it(run: TrainingRun, settings: Settings) -> None:
+        with pytest.raises(
+            ValueError, match="expected a call between two steps, in the thread that takes them"
+        ) as caught:
+            run.reconfigure(settings)
+        refused.append(str(caught.value))
+
+    settings = run_settings(data, tmp_path / "run", "buckets.lengths=256")
+    with TrainingRun(run_settings(data, tmp_path / "run"), resume=True) as under_way:
+        for batches in under_way.steps():
+            for batch in under_way.arrivals(batches):
+                under_way.engine.micro_step(batch.bucket)
+                try_it(under_way, settings)
+            under_way.engine.update(under_way.schedule(under_way.progress.step))
+            under_way.took(batches)
+            thread = threading.Thread(target=try_it, args=(under_way, settings))
+            thread.start()
+            thread.join()
+        assert under_way.finish()["generation"] == 1
+    assert len(refused) == 2 * 20
+    run(data, tmp_path / "plain")
+    assert_same_bits(*(checkpoint_tensors(tmp_path / name, 20) for name in ("run", "plain")))
 
 
 def test_graphs_json_and_buffers_are_the_new_generations(data: Path, tmp_path: Path, after_step: AfterStep) -> None:

@@ -325,6 +325,26 @@ def test_checkpoints_that_were_not_finished_are_cleared_away(data: Path, tmp_pat
     assert sorted(folder.name for folder in unfinished.parent.iterdir()) == ["step-00000008", "step-00000010"]
 
 
+def test_links_and_files_in_the_place_of_folders_are_in_nobodys_way(data: Path, tmp_path: Path) -> None:
+    held_out = training_dataset(tmp_path / "held-out", (50,), first_sample=100)
+    output, changes = tmp_path / "run", (f"data.eval_path={held_out}", "run.eval_every=1", "optimizer.lr=3e-2")
+    run(data, output, *changes, "run.epochs=1")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("best", "checkpoints/step-00000008", "checkpoints/step-00000010"):
+        (output / name).rename(elsewhere / Path(name).name)
+        (output / name).symlink_to(elsewhere / Path(name).name)
+    for name in ("best.old", "best.writing", "checkpoints/step-00000011.writing", "checkpoints/step-00000012.old"):
+        place = output / name
+        place.with_name(f".{place.name}").write_text("no folder")
+    (elsewhere / "best" / "best.json").unlink()  # the next evaluation is the best
+    moved = files_under(elsewhere)
+    assert run(data, output, *changes, "run.save_every=1", "run.keep=1")["steps"] == 20
+    assert steps_of(output) == [20] and not (output / "best").is_symlink()
+    assert not [path for path in output.rglob(".*") if path.is_file()]
+    assert files_under(elsewhere) == moved, "what a link leads to stays"
+
+
 def test_two_runs_do_not_write_to_one_folder(data: Path, tmp_path: Path) -> None:
     settings = run_settings(data, tmp_path / "run")
     with (
@@ -362,7 +382,7 @@ def test_a_best_that_was_measured_on_other_samples_is_none(data: Path, tmp_path:
     assert json.loads(best.read_text())["eval_data"] == Dataset(second).digest
 
 
-@pytest.mark.parametrize("text", ["", "null", "{}", '{"eval_accept_len": null}', "\xff"])
+@pytest.mark.parametrize("text", ["", "null", "{}", '{"eval_accept_len": null}', '{"eval_accept_len": 1e999}', "\xff"])
 def test_a_damaged_best_is_named(data: Path, tmp_path: Path, text: str) -> None:
     held_out = training_dataset(tmp_path / "held-out", (50,), first_sample=100)
     run(data, tmp_path / "run", f"data.eval_path={held_out}", "run.epochs=1")

@@ -170,7 +170,13 @@ def test_gamma_follows_the_paper(block_size: int, gamma: float) -> None:
         ("run.output=", "run.output: expected a folder, found nothing"),
         ("run.output=a\0b", "run.output: expected text, found"),
         ("data.path=\ud800", "data.path: expected text or a list of words, found"),
-        ("run.seed=18446744073709551616", "run.seed: expected a whole number, at least 0, found 18446744073709551616"),
+        (
+            "run.seed=18446744073709551616",
+            "run.seed: expected a whole number, at least 0 and at most 9223372036854775807, found 18446744073709551616",
+        ),
+        ("objective.gamma=1e39", r"objective.gamma: expected a number, at least 0 and at most 3.4e\+38, found 1e\+39"),
+        ("objective.ce_weight=4e38", r"objective.ce_weight: .* at most 3.4e\+38, found 4e\+38"),
+        ("optimizer.warmup_ratio=1e99", r"optimizer.warmup_ratio: .* at least 0 and less than 1, found 1e\+99"),
         ("buckets.lengths=128,99999999999999999999", "buckets.lengths: expected a list of whole numbers"),
     ],
 )
@@ -182,7 +188,10 @@ def test_what_no_file_and_no_counter_can_hold(change: str, message: str) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[optimizer]\nlr = 1" + "0" * 400, "optimizer.lr: expected a number, more than 0, found 1000"),
+        (
+            "[optimizer]\nlr = 1" + "0" * 400,
+            r"optimizer.lr: expected a number, more than 0 and at most 3.4e\+38, found 1000",
+        ),
         ("[run]\nseed = -1" + "0" * 400, "run.seed: expected a whole number, at least 0, found -1000"),
         ("[run]\nseed = " + "9" * 5000, "expected TOML, found a mistake"),
         ("a = " + "[" * 5000, "expected TOML, found a mistake"),
