@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from engine.reports import PatientConsole
 from engine.watch import device_share
 
 # Redrawing takes a millisecond or two; it happens in the loop's own thread, because another one would take turns from it.
@@ -30,7 +34,7 @@ class Display:
         self._plain = plain
         self._live: Live | None = None
         if live:
-            console = console or Console(stderr=True, highlight=False)
+            console = console or PatientConsole(stderr=True, highlight=False)
             self._live = Live(console=console, auto_refresh=False, transient=False)
         self._began_s = self._drawn_s = time.perf_counter()
         self._first_step: int | None = None
@@ -47,7 +51,8 @@ class Display:
         """A line for people."""
         shown = self._live is not None and self._live.is_started
         console = self._live.console if self._live is not None and shown else self._plain
-        console.print(text, markup=False, soft_wrap=True)
+        with self._while_there_is_a_terminal():
+            console.print(text, markup=False, soft_wrap=True)
 
     def step(self, step: int, total: int) -> None:
         """A step was queued; redraws when that was not done for a while."""
@@ -70,14 +75,31 @@ class Display:
         """The figures stay as they are, what is said from here on comes below. May be called twice."""
         if self._live is not None and self._live.is_started:
             self._draw()
-            self._live.stop()
-        self._live = None
+        live, self._live = self._live, None
+        if live is not None and live.is_started:
+            with self._while_there_is_a_terminal():
+                live.stop()
 
     def _draw(self) -> None:
         if self._live is None or not self._live.is_started:
             return
         self._drawn_s = time.perf_counter()
-        self._live.update(block(self._step, self._total, self._eta_s(), self._record, self._batches), refresh=True)
+        figures = block(self._step, self._total, self._eta_s(), self._record, self._batches)
+        with self._while_there_is_a_terminal():
+            self._live.update(figures, refresh=True)
+
+    @contextmanager
+    def _while_there_is_a_terminal(self) -> Iterator[None]:
+        """Where it was closed, or nobody reads the pipe any more, or a log's disk is full: from there on nothing is said, and
+        training goes on; metrics.jsonl has everything."""
+        try:
+            yield
+        except OSError:
+            live, self._live = self._live, None
+            if live is not None:
+                with suppress(OSError):
+                    live.stop()
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for all that is written there later
 
     def _eta_s(self) -> float:
         done = self._step - (self._first_step or 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ def follow(run: TrainingRun, config: ConfigFile) -> None:
     refused and a generation that cannot be made leave the run as it was, with the reason said and noted in metrics.jsonl.
     Raises GenerationLost when there is nothing left to go on with."""
     changes: list[SettingChange] = []
+    settings: Settings | None = None
     try:
         settings = config.changed(at_once=run.interrupts.take_reread())
         if settings is None:
@@ -49,7 +51,7 @@ def follow(run: TrainingRun, config: ConfigFile) -> None:
         raise
     except Exception as error:
         told = message_of(error)
-        if told is None:
+        if told is None or run.settings is settings:  # taken over by then: a full disk, say, ends the run as ever
             raise
         why = " ".join(told.split())
         run.say(f"{config.path} is not taken over, the run goes on as it was: {why}")
@@ -83,7 +85,8 @@ def reconfigure(run: TrainingRun, settings: Settings) -> None:
         run.begin_at(position)
     else:
         run.schedule_steps()
-    write_description(run)
+    with suppress(FileNotFoundError):  # the folder was deleted: the line of metrics below makes it again
+        write_description(run)
     assert not lasting_addresses(run.engine).changes(places), "what outlives a generation has moved"
     spoken = ", ".join(map(str, changes))
     what = f"generation {run.engine.generation}, {laps}" if asks == "recapture" else "written"

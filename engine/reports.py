@@ -28,7 +28,17 @@ _WIDTH = 200
 
 def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
     """Where lines and tables for people go: as wide as they need, whatever the terminal's width; with quiet, nowhere."""
-    return Console(stderr=stderr, highlight=False, width=_WIDTH, quiet=quiet)
+    return PatientConsole(stderr=stderr, highlight=False, width=_WIDTH, quiet=quiet)
+
+
+class PatientConsole(Console):
+    """Where nobody reads stderr any more, what is printed there raises BrokenPipeError; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich. On stdout the process ends in silence, as is the custom."""
+        if self.stderr:
+            raise
+        super().on_broken_pipe()
 
 
 def print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

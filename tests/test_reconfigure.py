@@ -1,5 +1,6 @@
 """A run whose settings change while it trains goes on as one that was stopped there and resumed under them - or as it was."""
 
+import errno
 import json
 import os
 import re
@@ -476,6 +477,45 @@ def test_reconfigure_refuses_by_itself(data: Path, tmp_path: Path) -> None:
             under_way.reconfigure(run_settings(tmp_path / "elsewhere", tmp_path / "run"))
         under_way.reconfigure(run_settings(data, tmp_path / "run"))
         assert not events(tmp_path / "run")
+
+
+def test_a_disk_that_is_full_after_a_change_was_taken_over_ends_the_run_as_ever(
+    data: Path, tmp_path: Path, after_step: AfterStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(under_way: TrainingRun) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "settings.toml")
+
+    config, output = tmp_path / "run.toml", tmp_path / "run"
+    write_config(config, data, output)
+
+    def edit() -> None:
+        monkeypatch.setattr("engine.reconfigure.write_description", full)
+        write_config(config, data, output, "buckets.lengths=256")
+        hang_up()
+
+    after_step(6, edit)
+    file = ConfigFile(config)
+    with pytest.raises(OSError, match="No space left on device"):
+        train(file.load(), config=file)
+    assert steps_of(output)[-1] == 6 and not events(output)
+
+
+def test_a_change_is_taken_over_though_the_folder_was_deleted(
+    data: Path, tmp_path: Path, after_step: AfterStep
+) -> None:
+    config, output = tmp_path / "run.toml", tmp_path / "run"
+    write_config(config, data, output)
+
+    def edit() -> None:
+        output.rename(tmp_path / "away")
+        write_config(config, data, output, "buckets.lengths=256")
+        hang_up()
+
+    after_step(6, edit)
+    file = ConfigFile(config)
+    assert train(file.load(), config=file)["generation"] == 2
+    assert [event["event"] for event in events(output)] == ["reconfigured"]
+    assert load_settings(output / "settings.toml").buckets.lengths == (256,)
 
 
 def test_reconfigure_within_a_step_or_from_another_thread_is_refused_and_breaks_nothing(

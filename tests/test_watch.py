@@ -1,6 +1,8 @@
 """What a run tells while it trains: the machine's figures, the block on a terminal, lines elsewhere, nothing with quiet."""
 
+import errno
 import io
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,6 +179,39 @@ def test_quiet_says_nothing_and_writes_everything(
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
     assert [r["step"] for r in records(tmp_path / "run") if "loss" in r] == [3, 6, 9, 12, 15, 18, 20]
+
+
+class Gone(io.StringIO):
+    """A stderr that is a terminal, or a pipe, until so many writes were made."""
+
+    def __init__(self, error: OSError, writes: int, terminal: bool) -> None:
+        super().__init__()
+        self.error, self.left, self.terminal = error, writes, terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def write(self, text: str) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return super().write(text)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("writes", [0, 4])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), BrokenPipeError(errno.EPIPE, "Broken pipe")]
+)
+def test_a_terminal_that_is_closed_does_not_end_the_run(
+    data: Path, tmp_path: Path, error: OSError, writes: int, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stdout, gone = sys.stdout, Gone(error, writes, terminal)
+    monkeypatch.setattr(sys, "stderr", gone)
+    assert run(data, tmp_path / "run")["steps"] == 20
+    assert gone.left < 0 and sys.stdout is stdout
+    print("what a library warns of", file=sys.stderr)
 
 
 def test_the_block_has_every_figure() -> None:
