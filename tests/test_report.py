@@ -131,6 +131,13 @@ def test_shares_add_up_to_the_accepted_length() -> None:
     assert share_accepted([0, 0, 0]) == [0.0, 0.0]
 
 
+def test_slots_have_colours_of_their_own_from_dark_to_light() -> None:
+    chart = line_chart([Series(f"slot {k}", [(1, 0.1 * k), (2, 0.2 * k)]) for k in range(1, 16)], ramp=True)
+    colors = re.findall(r"stroke:hsl\((\d+) \d+% (\d+)%\)", chart)
+    lights = [int(light) for _, light in colors]
+    assert len(set(colors)) == 15 and lights == sorted(lights) and lights[-1] - lights[0] >= 25
+
+
 def test_charts_keep_within_their_frame() -> None:
     line = [(float(step), None if step == 7 else 1e6 * step) for step in range(5000)]
     assert len(thinned(line)) == 295 and thinned(line)[-1] == (4999.0, 4999e6)
