@@ -40,6 +40,14 @@ FAULTS = (
         ("test_faults.py::test_a_full_disk_while_training",),
     ),
     Fault(
+        "disk full at the beginning, or found to be so when a folder is flushed",
+        "ends with 1 and one line that names the folder",
+        (
+            "test_faults.py::test_a_disk_that_is_full_from_the_beginning",
+            "test_publish.py::test_a_disk_that_is_full_only_when_it_is_flushed_is_named",
+        ),
+    ),
+    Fault(
         "disk full: `report`",
         "ends with 1 and one line, no half page; again with room",
         ("test_faults.py::test_a_full_disk_while_the_report_is_written",),
@@ -75,7 +83,10 @@ FAULTS = (
     Fault(
         "newest checkpoint damaged",
         "the newest that is whole is gone on from; those passed over are said with the reason and set aside",
-        ("test_resume.py::test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_which_it_passes_over",),
+        (
+            "test_resume.py::test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_which_it_passes_over",
+            "test_resume.py::test_a_checkpoint_whose_bytes_the_disk_has_lost_is_passed_over",
+        ),
     ),
     Fault(
         "no checkpoint whole",

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from buffers.naming import naming
+
 # Linux reads a little less than 2 GiB in one call.
 _MOST_BYTES = 1 << 30
 
@@ -77,19 +79,18 @@ def read_parts(file: Path, num_bytes: int, parts: Iterable[tuple[int, Tensor]]) 
             "again."
         ) from error
     try:
-        size = os.fstat(descriptor).st_size
-        if size < num_bytes:
-            raise _cut(file, size, num_bytes)
-        for offset, tensor in parts:
-            content = tensor.view(-1).view(torch.uint8).numpy().data
-            done = 0
-            while done < len(content):
-                count = os.preadv(descriptor, [content[done : done + _MOST_BYTES]], offset + done)
-                if not count:
-                    raise _cut(file, offset + done, num_bytes)
-                done += count
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(file)) from error
+        with naming(file):
+            size = os.fstat(descriptor).st_size
+            if size < num_bytes:
+                raise _cut(file, size, num_bytes)
+            for offset, tensor in parts:
+                content = tensor.view(-1).view(torch.uint8).numpy().data
+                done = 0
+                while done < len(content):
+                    count = os.preadv(descriptor, [content[done : done + _MOST_BYTES]], offset + done)
+                    if not count:
+                        raise _cut(file, offset + done, num_bytes)
+                    done += count
     finally:
         os.close(descriptor)
 

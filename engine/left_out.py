@@ -9,6 +9,7 @@ from typing import Any
 
 from buffers.dataset import SampleSource
 from buffers.mixture import Mixture
+from buffers.naming import naming
 
 
 def named_samples(dataset: SampleSource, ids: Sequence[int]) -> list[Any]:
@@ -54,7 +55,8 @@ def write_left_out(
         "not_finite": not_finite,
         "bad_files": bad_files,
     }
-    file.write_text(json.dumps(record) + "\n")
+    with naming(file):
+        file.write_text(json.dumps(record) + "\n")
 
 
 def _first_few(items: Sequence[str]) -> str:

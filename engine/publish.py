@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from buffers.manifest import flush, make_readable
+from buffers.naming import naming
 
 
 def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
@@ -18,11 +19,12 @@ def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
     clear_away(temporary)
     temporary.mkdir()
     try:
-        write(temporary)
-        for path in temporary.iterdir():
-            make_readable(path)
-            flush(path)
-        flush(temporary)
+        with naming(temporary):
+            write(temporary)
+            for path in temporary.iterdir():
+                make_readable(path)
+                flush(path)
+            flush(temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

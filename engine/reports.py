@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from buffers.arena import arena_table
 from buffers.batching import Batch
+from buffers.naming import naming
 from buffers.shapes import Bucket
 from buffers.untrusted import printable
 from graphs.timing import StepTime
@@ -115,27 +115,21 @@ class MetricsLog:
         record = without_nan(record)
         if not self._path.exists():
             self._restore()
-        with self._named():
+        with naming(self._path):
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
         self._also(record)
 
     def close(self) -> None:
         """Ends the file. Raises OSError where what a failed write has left cannot be written either."""
-        with self._named():
+        with naming(self._path):
             self._file.close()
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:  # of a file that is open: it knows no name
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def _begin(self, text: str) -> None:
         # The old lines stay until the new file is whole.
         temporary = self._path.with_name(f".{self._path.name}.writing")
-        temporary.write_text(text)
+        with naming(self._path):
+            temporary.write_text(text)
         temporary.replace(self._path)
         self._file = self._path.open("a+")
 

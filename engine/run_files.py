@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from buffers.naming import naming
 from engine.changes import SETTINGS_FILE
 from engine.engine_buffers import engine_buffers
 from engine.left_out import write_left_out
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 def write_description(run: TrainingRun) -> None:
     """settings.toml, graphs.json and buffers.txt, as they are from here on."""
     temporary = run.folder / f".{SETTINGS_FILE}.writing"
-    temporary.write_text(run.settings.to_toml())
-    temporary.replace(run.folder / SETTINGS_FILE)
-    write_record(run.folder, run.graphs)
     snapshot = ("snapshot on the host", run.saving.snapshot.buffers())
     buffers = [*run.intake.named_buffers(), *engine_buffers(run.engine), snapshot]
-    write_buffers(run.folder / "buffers.txt", buffers)
+    with naming(run.folder):
+        temporary.write_text(run.settings.to_toml())
+        temporary.replace(run.folder / SETTINGS_FILE)
+        write_record(run.folder, run.graphs)
+        write_buffers(run.folder / "buffers.txt", buffers)
 
 
 def write_what_is_left_out(run: TrainingRun, not_finite: Sequence[Any]) -> None:

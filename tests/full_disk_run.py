@@ -119,6 +119,8 @@ def outcomes(folder: Path) -> dict[str, Any]:
             "drafter": (output / "drafter" / "model.safetensors").is_file(),
         }
     fill(disk)
+    code, line = run(command(data, disk / "beginning"))
+    found["beginning"] = {"code": code, "line": line}
     code, line = run(["report", str(disk / "metrics")])
     found["report"] = {"code": code, "line": line, "page": (disk / "metrics" / "report.html").exists()}
     empty(disk)

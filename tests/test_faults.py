@@ -100,6 +100,12 @@ def test_a_full_disk_while_training(moment: str, file: str, checkpoints: list[in
     assert found["logged"] == (list(range(1, STEPS + 1)) if moment != "checkpoint" else [STEPS])
 
 
+def test_a_disk_that_is_full_from_the_beginning(full_disk: dict[str, Any]) -> None:
+    found = full_disk["beginning"]
+    assert found["code"] == 1
+    assert "disk/beginning: No space left on device. Make room there; the same command goes on." in found["line"]
+
+
 def test_a_full_disk_while_the_report_is_written(full_disk: dict[str, Any]) -> None:
     found = full_disk["report"]
     assert found["code"] == 1 and not found["page"]

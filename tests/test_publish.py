@@ -1,5 +1,6 @@
 """Folders that appear whole or not at all: the order of flushes and renames, a death between them, and the mode of files."""
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from buffers.manifest import flush
+from engine.failures import message_of
 from engine.publish import publish_folder, restore_folder
 from tests.run_helpers import files_under
 
@@ -100,6 +101,17 @@ def test_files_have_the_mode_that_the_user_set_and_nobody_changes_it_meanwhile(
     assert (tmp_path / "x" / "a").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_what_cannot_be_flushed_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        flush(tmp_path / "nowhere")
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), OSError("said already")])
+def test_a_disk_that_is_full_only_when_it_is_flushed_is_named(
+    error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise error
+
+    (tmp_path / "x").mkdir()
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError) as caught:
+        publish_folder(tmp_path / "x", write)
+    told = f"{tmp_path / '.x.writing'}: No space left on device. Make room there; the same command goes on."
+    assert message_of(caught.value) == (told if error.errno else "said already")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"] and files_under(tmp_path / "x") == {}
