@@ -1,4 +1,4 @@
-"""The whole step on Triton kernels, fp32, against golden cases: every kernel, full and sliding layers, packed documents."""
+"""The whole step on Triton kernels, fp32, against golden cases: every kernel, full and sliding layers, packed rows, D-PACE."""
 
 import pytest
 
@@ -9,7 +9,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(
-    ("name", "attention"), [("dflash-sliding", "triton"), ("dflash-packed", "triton"), ("dflash-packed", "reference")]
+    ("name", "attention"),
+    [
+        ("dflash-sliding", "triton"),
+        ("dflash-packed", "triton"),
+        ("dflash-dpace", "reference"),
+        ("dflash-packed", "reference"),
+    ],
 )
 def test_step_equals_the_golden_case(name: str, attention: str) -> None:
     check_case(name, fused_ops(attention))
