@@ -246,7 +246,7 @@ def test_a_generation_takes_over_whole(cuda: FakeCuda, order: Any) -> None:
         assert cuda.pools_alive() == 1
         assert torch.cuda.current_stream() == new.stream
         new.run("train b")
-        with pytest.raises(KeyError):
+        with pytest.raises(ValueError, match="none: it is closed"):
             old.run("train a")
         old = new
     old.close()

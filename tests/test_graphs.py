@@ -57,7 +57,7 @@ def test_after_close_there_is_nothing_to_run() -> None:
     executor = CallExecutor()
     executor.add("step", lambda: None)
     executor.close()
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="none: it is closed"):
         executor.run("step")
     assert executor.build() == []
 

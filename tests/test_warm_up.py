@@ -211,7 +211,7 @@ def test_regenerating_an_engine_changes_its_shapes_and_keeps_its_state() -> None
     assert (engine.generation, engine.buckets, engine.objective.weighting) == (2, (BUCKETS[0],), "uniform")
     assert float(engine.objective.ce_weight) == 2.0
     assert_same_bits(state_of(engine), before)
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="expected one of the generation's steps"):
         engine.micro_step(BUCKETS[1])
 
 
