@@ -258,7 +258,7 @@ def test_a_plan_or_an_objective_that_the_data_do_not_have_is_refused(
     assert_same_run(tmp_path / "edited", tmp_path / "plain", 20)
     said = capsys.readouterr().err
     assert "objective.kl_weight: soft labels need last_hidden" in said
-    assert "buckets: expected a plan within 0.0 GiB (run.memory_budget_gib), found one estimated to need" in said
+    assert "buckets: expected a plan within 0.00 GiB (run.memory_budget_gib), found one estimated to need" in said
     assert [event["event"] for event in events(tmp_path / "edited")] == ["refused", "refused"]
 
 
