@@ -28,6 +28,7 @@ from buffers.manifest import (
     wrong_width_error,
 )
 from buffers.untrusted import one_line, parse_json
+from buffers.writer_checks import check_description, of_config
 
 # At 40 KB of hidden states a token (5 taps of 4096 in bf16) a shard is 1.3 GB, which the writer holds in memory.
 SHARD_TOKENS = 32768
@@ -61,6 +62,15 @@ class DatasetWriter:
         source: str = "",
     ) -> None:
         self.path = Path(path)
+        description = {
+            "target_name": target_name,
+            "target_config": target_config,
+            "hidden_size": hidden_size,
+            "target_layer_ids": target_layer_ids,
+            "vocab_size": vocab_size,
+            "mask_token_id": mask_token_id,
+        }
+        check_description(description)
         self._info = DatasetInfo(
             FORMAT_VERSION,
             target_name,
@@ -107,10 +117,10 @@ class DatasetWriter:
         self,
         input_ids: Tensor | NDArray[np.integer] | Sequence[int],
         loss_mask: Tensor | NDArray[np.integer] | Sequence[int],
-        hidden_states: Tensor,
-        last_hidden: Tensor | None = None,
+        hidden_states: Tensor | NDArray[np.floating],
+        last_hidden: Tensor | NDArray[np.floating] | None = None,
     ) -> int:
-        """Add a sample of T tokens and return its id: hidden_states [T, L*D] in any float type, stored as bf16.
+        """Add a sample of T tokens and return its id: hidden_states [T, L*D] in any float type, rounded to bf16.
 
         Raises ValueError when lengths, widths, token ids or mask values do not match the dataset.
         """
@@ -120,7 +130,9 @@ class DatasetWriter:
         mask = torch.as_tensor(loss_mask).cpu()
         where = f"sample {sample_id}"
         if ids.ndim != 1 or not len(ids):
-            raise ValueError(f"expected input_ids [T] of at least one token in {where}, found {list(ids.shape)}.")
+            raise ValueError(
+                f"expected input_ids [T] of at least one token in {where}, found {list(ids.shape)}. Add one sample at a time."
+            )
         if mask.shape != ids.shape:
             raise ValueError(mask_length_error(where, len(ids), list(mask.shape)))
         check_tokens(ids.numpy(), mask.numpy(), info.vocab_size, where)
@@ -134,7 +146,12 @@ class DatasetWriter:
         hidden = {"hidden_states": (hidden_states, info.num_taps * info.hidden_size)}
         if last_hidden is not None:
             hidden["last_hidden"] = (last_hidden, info.hidden_size)
-        for name, (values, width) in hidden.items():
+        for name, (given, width) in hidden.items():
+            values = torch.as_tensor(given)
+            if not values.is_floating_point():
+                raise ValueError(
+                    f"expected {name} of a float type in {where}, found {values.dtype}. Give them as computed."
+                )
             if values.shape != (len(ids), width):
                 raise ValueError(wrong_width_error(f"{where}: {name}", [len(ids), width], list(values.shape), info))
             tensors[name] = values.detach().to("cpu", torch.bfloat16, copy=True)
@@ -151,15 +168,19 @@ class DatasetWriter:
         A tied head is left out of the file; `load_target_tensors` gives the embedding for it.
         """
         D = self._info.hidden_size
+        if lm_head is None and of_config(self._info.target_config, "tie_word_embeddings") is False:
+            raise ValueError(
+                "expected lm_head [V, D], found None although target_config has tie_word_embeddings false. Give the target's "
+                "own head."
+            )
         tensors = {"embed_tokens.weight": embed_tokens, "norm.weight": norm}
         if lm_head is not None and lm_head.data_ptr() != embed_tokens.data_ptr():
             tensors["lm_head.weight"] = lm_head
         for name, tensor in tensors.items():
             expected = [D] if name == "norm.weight" else [self._info.vocab_size, D]
-            if list(tensor.shape) != expected:
-                raise ValueError(
-                    f"expected {name} {expected}, found {list(tensor.shape)}. Give the target's own tensor."
-                )
+            if not isinstance(tensor, Tensor) or list(tensor.shape) != expected:
+                told = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise ValueError(f"expected {name} {expected}, found {told}. Give the target's own tensor.")
         _save(self.path / TARGET_FILE, {name: tensor.detach().cpu() for name, tensor in tensors.items()})
 
     def end_shard(self) -> None:

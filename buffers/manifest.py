@@ -145,9 +145,15 @@ def mask_length_error(where: str, length: int, found: list[int]) -> str:
 
 def wrong_width_error(where: str, expected: list[int], found: list[int], info: DatasetInfo) -> str:
     """The message for hidden states that are not [T, L*D]."""
+    if len(found) != 2:
+        todo = "Flatten them: a row a token, its taps side by side in the order of the ids."
+    elif found[0] != expected[0]:
+        todo = "Give a row for every token."
+    else:
+        todo = "Correct target_layer_ids, or extract with these layers."
     return (
         f"expected {where} {expected} ({info.num_taps} target_layer_ids {shown(list(info.target_layer_ids))}, hidden size "
-        f"{info.hidden_size}), found {found}. Correct target_layer_ids, or extract with these layers."
+        f"{info.hidden_size}), found {found}. {todo}"
     )
 
 

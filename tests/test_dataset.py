@@ -148,7 +148,7 @@ def test_samples_that_do_not_fit_the_dataset_are_refused(
         ({"last_hidden_norm": "maybe"}, "expected last_hidden_norm to be pre, post or null, found 'maybe'"),
         ({"shard_tokens": 0}, "expected a positive shard_tokens, found 0"),
         ({"target_config": {"dtype": torch.bfloat16}}, "expected plain values that JSON has .*Object of type dtype"),
-        ({"hidden_size": 8.0}, "expected hidden_size of dataset.json to be a whole number"),
+        ({"hidden_size": 8.0}, "expected hidden_size to be a whole number, found 8.0"),
     ],
 )
 def test_a_manifest_that_makes_no_sense_is_refused_before_anything_is_written(
@@ -427,3 +427,64 @@ def test_a_damaged_file_beside_the_targets_tensors_is_named(tmp_path: Path, file
     (tmp_path / file).write_text(text)
     with pytest.raises(ValueError, match=message):
         load_target_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_name": None}, "expected target_name to be text, found None"),
+        ({"target_config": "config.json"}, r"expected target_config to be an object, found 'config.json'.*to_dict\(\)"),
+        ({"mask_token_id": None}, "expected mask_token_id to be a whole number, found None"),
+        ({"vocab_size": 0}, "expected vocab_size to be at least 1, found 0"),
+        ({"target_layer_ids": "0,1,2"}, "expected target_layer_ids to be ascending layer numbers"),
+        ({"target_layer_ids": (0, 2, 1)}, r"ascending layer numbers from 0 on, each once, found \[0, 2, 1\]"),
+        ({"target_layer_ids": (0, 1, 1)}, "ascending layer numbers from 0 on, each once"),
+        ({"target_layer_ids": (-1, 0, 1)}, "ascending layer numbers from 0 on"),
+        (
+            {"target_layer_ids": (1, 2, 3), "target_config": {"text_config": {"num_hidden_layers": 3}}},
+            r"expected target_layer_ids in 0\.\.2 \(num_hidden_layers 3 of target_config\), found \[1, 2, 3\]",
+        ),
+    ],
+)
+def test_a_description_that_training_would_refuse_is_refused_by_the_writer(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        writer(tmp_path / "data", **change)
+    assert not (tmp_path / "data").exists()
+
+
+def test_hidden_states_in_another_shape_or_type_are_told_what_to_do(tmp_path: Path) -> None:
+    out, sample = writer(tmp_path), random_sample(40)
+    ids, mask, states = sample["input_ids"], sample["loss_mask"], sample["hidden_states"]
+    with pytest.raises(ValueError, match=r"found \[40, 3, 8\]. Flatten them: a row a token, its taps side by side"):
+        out.add(ids, mask, states.view(40, len(TAPS), HIDDEN_SIZE))
+    with pytest.raises(ValueError, match=r"found \[39, 24\]. Give a row for every token"):
+        out.add(ids, mask, states[1:])
+    with pytest.raises(ValueError, match=r"found \[40, 16\]. Correct target_layer_ids"):
+        out.add(ids, mask, states[:, :16])
+    with pytest.raises(ValueError, match="expected hidden_states of a float type in sample 0, found torch.int64"):
+        out.add(ids, mask, states.long())
+
+
+def test_hidden_states_of_numpy_and_of_more_bits_are_rounded(tmp_path: Path) -> None:
+    sample = random_sample(40)
+    states = sample["hidden_states"].float() + 1e-4
+    with writer(tmp_path) as out:
+        out.add(sample["input_ids"].numpy(), sample["loss_mask"].numpy(), states.numpy())
+        out.add(sample["input_ids"], sample["loss_mask"], states)
+    read = Dataset(tmp_path)
+    for index in range(2):
+        assert torch.equal(read.sample(index).hidden_states, states.bfloat16())
+
+
+def test_a_head_is_wanted_of_a_target_that_has_one_of_its_own(tmp_path: Path) -> None:
+    embed, head, norm = target_tensors().values()
+    out = writer(tmp_path, target_config={"tie_word_embeddings": False})
+    with pytest.raises(
+        ValueError, match=r"expected lm_head \[V, D\], found None although .* tie_word_embeddings false"
+    ):
+        out.write_target(embed, None, norm)
+    out.write_target(embed, head, norm)
+    with pytest.raises(ValueError, match=r"expected norm.weight \[8\], found NoneType"):
+        out.write_target(embed, head, None)  # type: ignore[arg-type]
