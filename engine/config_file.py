@@ -19,7 +19,7 @@ class ConfigFile:
 
     def __init__(self, path: str | Path, overrides: Sequence[str] = ()) -> None:
         self.path, self._overrides = Path(path), tuple(overrides)
-        self._signature = self._look()
+        self._signature = self._doubted = self._look()
         self._next_look_s = time.monotonic() + _EVERY_S
 
     def load(self) -> Settings:
@@ -28,7 +28,8 @@ class ConfigFile:
 
     def changed(self, *, at_once: bool = False) -> Settings | None:
         """The settings, if the file is another than at the last look: a look is taken twice a second at most. at_once: the
-        file is read now, whatever it looks like. Raises SettingsError, once for every change, for a file without settings."""
+        file is read now, whatever it looks like. Raises SettingsError, once for every change, for a file without settings,
+        which counts as one when two looks have found it so."""
         now = time.monotonic()
         if not at_once and now < self._next_look_s:
             return None
@@ -36,7 +37,22 @@ class ConfigFile:
         signature = self._look()
         if not at_once and signature == self._signature:
             return None
+        # Who saves a file empties it first, or takes it away: what is no settings file must be so at two looks.
+        sure = at_once or signature == self._doubted
+        self._doubted = signature
+        try:
+            settings = self._load_again(signature)
+        except SettingsError:
+            if not sure:
+                return None
+            self._signature = signature
+            raise
+        if not sure and (signature is None or not signature[1]):
+            return None
         self._signature = signature
+        return settings
+
+    def _load_again(self, signature: tuple[int, int, int] | None) -> Settings:
         if signature is None and self.path.exists():
             raise SettingsError(
                 f"{self.path}: expected a file that can be read again, found a folder, a pipe or a device; name a file"

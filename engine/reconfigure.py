@@ -42,10 +42,13 @@ def follow(run: TrainingRun, config: ConfigFile) -> None:
     changes: list[SettingChange] = []
     settings: Settings | None = None
     try:
-        settings = config.changed(at_once=run.interrupts.take_reread())
+        asked = run.interrupts.take_reread()
+        settings = config.changed(at_once=asked)
         if settings is None:
             return
         changes = changes_between(run.settings, settings)
+        if asked and not changes:
+            run.say(f"{config.path} was read: it changes nothing")
         reconfigure(run, settings)
     except GenerationLost:
         raise

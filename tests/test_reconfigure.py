@@ -589,3 +589,36 @@ def test_a_bucket_that_is_called_where_others_are_replayed_is_told_in_every_repo
         "1x128x32": "replayed",
         "1x256x32": "called",
     }
+
+
+def test_a_file_that_is_just_being_saved_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.config_file._EVERY_S", 0.0)
+    path = tmp_path / "run.toml"
+    whole = "[run]\nseed = 1\nepochs = 2\n"
+    path.write_text(whole)
+    file = ConfigFile(path)
+    for half in ("", whole[:-8], None):  # emptied, half written, taken away
+        path.unlink() if half is None else path.write_text(half)
+        assert file.changed() is None
+        path.write_text(whole + "# saved\n" * (1 + len(half or "")))
+        found = file.changed()
+        assert found is not None and (found.run.seed, found.run.epochs) == (1, 2)
+    path.write_text("")
+    assert file.changed() is None
+    assert file.changed() is not None, "a file that stays empty asks for the defaults"
+    path.write_text("[run\n")
+    assert file.changed() is None
+    with pytest.raises(SettingsError, match="expected TOML"):
+        file.changed()
+    assert file.changed() is None, "said once"
+
+
+def test_a_hang_up_that_changes_nothing_is_answered(
+    data: Path, tmp_path: Path, after_step: AfterStep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.toml"
+    write_config(config, data, tmp_path / "run", "run.max_steps=4")
+    after_step(2, hang_up)
+    file = ConfigFile(config)
+    train(file.load(), config=file)
+    assert f"{config} was read: it changes nothing" in capsys.readouterr().err.replace("\n", "")
