@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from engine.cli_options import config_option, echo_json, json_option, set_option
+from engine.cli_options import NewFile, config_option, echo_json, json_option, set_option
 from engine.settings import Settings, load_settings
 
 Command = Callable[..., Any]
@@ -22,12 +22,8 @@ workload_option = click.option(
     multiple=True,
     help="A named shape: W1 0.6B-class, W2 8B, W3 27B, tiny for the CPU; may be repeated.",
 )
-out_option = click.option(
-    "--out", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Write the JSON there too."
-)
-plot_option = click.option(
-    "--plot", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Draw the figures into this PNG."
-)
+out_option = click.option("--out", metavar="FILE", type=NewFile(), help="Write the JSON there too.")
+plot_option = click.option("--plot", metavar="FILE", type=NewFile(), help="Draw the figures into this PNG.")
 
 
 @dataclass(frozen=True)

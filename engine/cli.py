@@ -18,6 +18,7 @@ from engine.cli_options import (
     EXIT_INTERRUPTED,
     EXIT_USAGE,
     PROGRAM,
+    NewFile,
     config_option,
     echo_json,
     json_option,
@@ -40,8 +41,8 @@ from engine.settings_fields import SettingsError
 def cli(traceback: bool) -> None:
     """Train DFlash drafters with the whole step in CUDA graphs.
 
-    Exit codes: 0 done, 1 failed, 2 bad usage or settings, 3 stale graphs (graphs status), 130 interrupted with a
-    checkpoint saved.
+    Exit codes: 0 done, 1 failed, 2 bad usage or settings, 3 stale graphs (graphs status), 130 interrupted, with a
+    checkpoint saved once training has begun.
     """
 
 
@@ -204,7 +205,7 @@ def export(source: Path, out: Path, layout: str, verifier: str, with_head: bool,
 @click.option(
     "--out",
     metavar="HTML",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=NewFile(),
     help="Where the page goes; left out, report.html in the run's folder.",
 )
 @json_option

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import click
@@ -11,6 +12,21 @@ from engine.settings_fields import SettingsError
 
 PROGRAM = "dflash-engine"
 EXIT_FAILED, EXIT_USAGE, EXIT_STALE, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+
+class NewFile(click.Path):
+    """A file to write at the end of the work: that its folder exists is seen before it."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """A click.BadParameter for a file in a folder that does not exist."""
+        file: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
+        if not file.parent.is_dir():
+            self.fail(f"expected a file in a folder that exists, found '{file}'; make the folder first.", param, ctx)
+        return file
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="End stdout with one line of JSON: the figures.")
 config_option = click.option(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engine.doctor_gpu import Gpu, find_gpus, works_here
-from engine.doctor_host import Setting, c_compiler, disk_speed, extras, locked_memory, settings_found
+from engine.doctor_host import Setting, c_compiler, check_folder, disk_speed, extras, locked_memory, settings_found
 from engine.doctor_variants import measure_variants, worth_setting
 from engine.fingerprints import software_fields
 from engine.process_settings import HELPFUL
@@ -24,6 +24,8 @@ def run_doctor(disk: Path | None = None, *, measure: bool = True) -> dict[str, A
     """Prints what is found and returns it. disk: a folder whose disk is written to and read from, 64 MiB, and left as it was;
     None: the current one, if it can be written to. measure: with a GPU, short child processes try settings of allocator and
     module loading. Raises OSError for a folder that is named and cannot be written to."""
+    if disk is not None:
+        check_folder(disk)  # measuring the rest takes a minute
     gpus = find_gpus()
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     software = {"python": platform.python_version()} | software_fields(device) | {"C compiler": c_compiler() or "none"}

@@ -108,13 +108,18 @@ def _module_loading(value: str) -> Setting:
     return Setting(name, value, "good", why)
 
 
-def disk_speed(folder: Path, *, mib: int = _WRITE_MIB) -> DiskSpeed:
-    """Writes a file of `mib` MiB that does not compress, flushes it, reads it, removes it. Raises OSError."""
-    folder = Path(folder)
+def check_folder(folder: Path) -> None:
+    """Raises NotADirectoryError where there is no such folder."""
     if not folder.is_dir():
         raise NotADirectoryError(
             f"{folder}: expected a folder to measure the disk of, found none; make it or name another"
         )
+
+
+def disk_speed(folder: Path, *, mib: int = _WRITE_MIB) -> DiskSpeed:
+    """Writes a file of `mib` MiB that does not compress, flushes it, reads it, removes it. Raises OSError."""
+    folder = Path(folder)
+    check_folder(folder)
     block = os.urandom(4 * _MIB)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".dflash-engine-doctor-") as file:
         start = time.perf_counter()

@@ -201,7 +201,7 @@ def read_drafter_json(directory: str | Path) -> dict[str, object]:
     if not path.is_file():
         raise ValueError(
             f"drafter config: expected the file {path}, found none. Pass a folder with config.json and "
-            "model.safetensors."
+            "model.safetensors; a run has them in best/ and drafter/."
         )
     try:
         config = parse_json(path.read_bytes())

@@ -29,7 +29,7 @@ from engine.export import find_trained, load_trained
 from engine.hf_decoding import load_decoding_target
 from engine.plots import plot_evaluation, require_plot
 from engine.precision import compute_dtype
-from engine.prompts import ByteTokenizer, HFTokenizer, read_prompts
+from engine.prompts import ByteTokenizer, HFTokenizer, check_file, read_prompts
 from engine.reports import make_console, print_fields
 from engine.settings import Settings
 from engine.target import load_target
@@ -77,6 +77,8 @@ class _Decoder:
         device = resolve_device(settings.run.device)
         tokenizer: ByteTokenizer | HFTokenizer
         self._request = request
+        if request.prompts is not None:
+            check_file(request.prompts)  # a target takes a while to load
         self.target: Any
         if request.target == EMBEDDED:
             # fp32 as in the demo, whose figures these are.

@@ -38,7 +38,11 @@ def inspect_dataset(path: Path, settings: Settings, *, verify: bool, recompute: 
     recompute: samples over which the target is run again. Raises ValueError for a folder that is no dataset, a damaged one of
     ours, or a target that cannot be run.
     """
-    facts = facts_from(settings.data)
+    facts, target = facts_from(settings.data), settings.data.target
+    if target and not recompute and not Path(target).is_dir():  # running it over samples takes a hub id, too
+        raise ValueError(
+            f"data.target: expected the folder of the target's checkpoint, found no folder {target}; check the path"
+        )
     folder = open_folder(path, ScanProgress(path))
     dataset: SampleSource | None
     if folder is None:

@@ -83,12 +83,19 @@ class HFTokenizer:
         return self._loaded
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer, vocab_size: int) -> list[Tensor]:
-    """The prompts of a file, each int64[T] with T > 0. Raises ValueError naming file and line."""
+def check_file(path: Path) -> None:
+    """Raises ValueError for a file that is not there or is neither .txt nor .jsonl."""
     if path.suffix not in (".txt", ".jsonl"):
         raise ValueError(
             f"{path}: expected a .txt file (a prompt a line) or a .jsonl file, found another kind; name one of these"
         )
+    if not path.is_file():
+        raise ValueError(f"{path}: expected a file of prompts, found no such file; check --prompts")
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer, vocab_size: int) -> list[Tensor]:
+    """The prompts of a file, each int64[T] with T > 0. Raises ValueError naming file and line."""
+    check_file(path)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:

@@ -25,6 +25,9 @@ def prepare_output(folder: Path, *, resume: bool) -> None:
         raise SettingsError(
             f"run.output: {folder} holds a trained drafter, but no checkpoint to go on from; choose another folder"
         )
+    for file, what in (("dataset.json", "a dataset"), ("model.safetensors", "a model")):
+        if not saved and (folder / file).exists():
+            raise SettingsError(f"run.output: expected a folder for the run, found {what} in {folder}; choose another")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

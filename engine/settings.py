@@ -3,6 +3,7 @@
 `python -m engine.settings > docs/settings.md` writes the table for readers; a test compares the two.
 """
 
+import codecs
 import dataclasses
 import difflib
 import json
@@ -210,7 +211,10 @@ class BucketsSettings:
         low=1,
     )
     lengths: tuple[int, ...] = setting(
-        (), "bucket lengths S to use instead of planned ones, ascending", change="recapture", low=1
+        (),
+        "bucket lengths S to use instead of planned ones, ascending; rounded up to the attention tile (128)",
+        change="recapture",
+        low=1,
     )
     packing: bool = setting(
         False,
@@ -496,7 +500,8 @@ def load_settings(
     if path is not None:
         for section, table in _read_toml(Path(path)).items():
             if section not in SECTIONS:
-                raise SettingsError(f"{path}: {_unknown_section(section)}")
+                told = _unknown_section(section) if isinstance(table, dict) else _outside_sections(section)
+                raise SettingsError(f"{path}: {told}")
             if not isinstance(table, dict):
                 raise SettingsError(f"{path}: {section}: expected a section [{section}], found {shown(table)}.")
             for key, value in table.items():
@@ -505,7 +510,8 @@ def load_settings(
         name, equals, text = override.partition("=")
         section, dot, key = name.strip().partition(".")
         if not (equals and dot):
-            raise SettingsError(f"--set: expected section.key=value, found {shown(override)}.")
+            near = "" if dot else _meant(name.strip())
+            raise SettingsError(f"--set: expected section.key=value, found {shown(override)}{near}.")
         if section not in SECTIONS:
             raise SettingsError(f"--set {shown_names([name], 60)}: {_unknown_section(section)}")
         tables[section][key] = from_text(text.strip(), _kind(section, key, "--set: "))
@@ -516,8 +522,7 @@ def load_settings(
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(path.read_bytes().removeprefix(codecs.BOM_UTF8).decode())
     except OSError as error:
         raise SettingsError(f"{path}: expected a settings file, found none to read ({error.strerror}).") from error
     except (ValueError, RecursionError) as error:
@@ -529,6 +534,18 @@ def _unknown_section(section: str) -> str:
     return (
         f"unknown section [{shown_names([section], 40)}]; the nearest is [{nearest}]. Sections: {', '.join(SECTIONS)}."
     )
+
+
+def _outside_sections(key: str) -> str:
+    return f"expected settings in sections, found {shown_names([key], 40)} outside of them{_meant(key)}."
+
+
+def _meant(key: str) -> str:
+    """; the nearest is optimizer.lr: where a key without its section is in some of them or near one."""
+    known = [(section, name) for section in SECTIONS for name in field_types(SECTIONS[section])]
+    near = difflib.get_close_matches(key[:_MOST_NAME].lower(), [name for _, name in known], n=1)
+    names = [f"{section}.{name}" for section, name in known if name in near]
+    return f"; the nearest is {' or '.join(names)}" if names else ""
 
 
 def _kind(section: str, key: str, where: str) -> Any:

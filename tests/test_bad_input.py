@@ -261,6 +261,38 @@ def test_a_run_folder_that_cannot_be_written(tmp_path: Path, fails: Fails) -> No
         assert line.endswith("; choose another")
 
 
+def test_a_run_folder_that_holds_something_else(tmp_path: Path, fails: Fails) -> None:
+    data = training_dataset(tmp_path / "data", FEW)
+    args = commands_on(data, tmp_path)["train"]
+    tiny_drafter(tmp_path / "drafter")
+    for folder, what in ((data, "a dataset"), (tmp_path / "drafter", "a model")):
+        before = sorted(folder.rglob("*"))
+        line = fails([*args, "--set", f"run.output={folder}"], code=2)
+        assert line == f"run.output: expected a folder for the run, found {what} in {folder}; choose another"
+        assert sorted(folder.rglob("*")) == before
+
+
+def test_files_and_folders_of_the_command_line_are_looked_for_before_the_work(tmp_path: Path, fails: Fails) -> None:
+    nowhere = tmp_path / "nowhere" / "x"
+    tiny_drafter(tmp_path / "drafter")
+    for option in ("--out", "--plot"):
+        line = fails(["bench", "step", "--set", "run.device=cpu", option, str(nowhere)], code=2)
+        assert f"Invalid value for '{option}': expected a file in a folder that exists, found '{nowhere}'" in line
+    assert "Invalid value for '--out'" in fails(["report", str(tmp_path), "--out", str(nowhere)], code=2)
+    decode = ["eval", str(tmp_path / "drafter"), "--target", str(nowhere), "--prompts"]
+    assert "x.txt: expected a file of prompts, found no such file; check --prompts" in fails(
+        [*decode, f"{nowhere}.txt"]
+    )
+    (tmp_path / "prompts.md").write_text("# hello")
+    assert "expected a .txt file (a prompt a line)" in fails([*decode, str(tmp_path / "prompts.md")])
+    data = training_dataset(tmp_path / "data", FEW)
+    line = fails(["data", "inspect", str(data), "--target", str(nowhere)])
+    assert (
+        line
+        == f"data.target: expected the folder of the target's checkpoint, found no folder {nowhere}; check the path"
+    )
+
+
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
 def test_a_run_folder_without_permission(tmp_path: Path, fails: Fails) -> None:
     data = training_dataset(tmp_path / "data", FEW)

@@ -186,7 +186,7 @@ def test_a_dataset_is_written_as_the_page_says(tmp_path: Path, monkeypatch: pyte
         assert program.count(f"={old},") == 1
         program = program.replace(f"={old},", f"={new},")
     (tmp_path / "Qwen3-8B").mkdir()
-    (tmp_path / "Qwen3-8B" / "config.json").write_text(json.dumps(TARGET_CONFIG))
+    (tmp_path / "Qwen3-8B" / "config.json").write_text(json.dumps(TARGET_CONFIG | {"num_hidden_layers": 36}))
     monkeypatch.chdir(tmp_path)
     ids = torch.arange(12, dtype=torch.int32)
     sample = (ids, torch.ones(12, dtype=torch.uint8), torch.randn(12, 5 * 8, dtype=torch.bfloat16))

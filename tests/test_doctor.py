@@ -55,7 +55,8 @@ def test_the_current_folders_disk_is_measured_where_it_can_be_written_to(
 @pytest.mark.usefixtures("no_gpu")
 def test_a_folder_that_is_none_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--disk", str(tmp_path / "none")]) == 1
-    assert "expected a folder to measure the disk of, found none" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "expected a folder to measure the disk of, found none" in err and not out, "said before anything is measured"
 
 
 def test_a_gpu_is_shown_with_what_it_can_do(

@@ -95,7 +95,8 @@ def test_settings_cannot_be_changed() -> None:
             "optimizer.learning_rate=1",
             r"unknown setting optimizer.learning_rate; \[optimizer\] has lr, schedule, warmup_ratio",
         ),
-        ("lr=1", "--set: expected section.key=value, found 'lr=1'"),
+        ("lr=1", r"--set: expected section.key=value, found 'lr=1'; the nearest is optimizer.lr\."),
+        ("xyzzy=1", r"--set: expected section.key=value, found 'xyzzy=1'\."),
         ("run.seed", "--set: expected section.key=value, found 'run.seed'"),
         ("optimizer.lr=fast", "optimizer.lr: expected a number, more than 0, found 'fast'"),
         ("optimizer.lr=0", "optimizer.lr: expected a number, more than 0, found 0.0"),
@@ -122,6 +123,10 @@ def test_mistakes_are_named(override: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (
+            "lr = 1\n",
+            r"run.toml: expected settings in sections, found lr outside of them; the nearest is optimizer.lr\.",
+        ),
         ("[optimiser]\nlr = 1\n", r"run.toml: unknown section \[optimiser\]; the nearest is \[optimizer\]"),
         ("[optimizer]\nLR = 1\n", "run.toml: unknown setting optimizer.LR; the nearest is optimizer."),
         ("run = 3\n", r"run.toml: run: expected a section \[run\], found 3"),
@@ -200,3 +205,9 @@ def test_what_no_file_and_no_counter_can_hold(change: str, message: str) -> None
 def test_numbers_and_nesting_without_end(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load_settings(written(tmp_path, text))
+
+
+def test_a_file_saved_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(b"\xef\xbb\xbf[run]\nseed = 7\n")
+    assert load_settings(file).run.seed == 7
