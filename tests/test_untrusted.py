@@ -299,7 +299,10 @@ def test_a_drafters_config_with_hostile_values(changes: dict[str, Any], message:
         ('[run]\n"a\\u001b[31m" = 1\n', r"unknown setting run.a\\x1b\[31m"),
         ("[run]\nseed = 1979-05-27\n", "run.seed: expected a whole number, at least 0, found datetime.date"),
         ("[run]\noutput = 07:32:00\n", "run.output: expected text, found datetime.time"),
-        (f"[run]\nseed = {'9' * 400}\n", "run.seed: expected a whole number, at least 0, found 999"),
+        (
+            f"[run]\nseed = {'9' * 400}\n",
+            "run.seed: expected a whole number, at least 0 and at most 9223372036854775807, found 999",
+        ),
         (f"[run]\nseed = {'9' * 5000}\n", "expected TOML, found a mistake: Exceeds the limit"),
         ("[run]\nseed = " + "[" * 20_000, "expected TOML, found a mistake: "),
         ('[run]\noutput = "a\\u0000b"\n', r"run.output: expected text, found 'a\\x00b'"),
