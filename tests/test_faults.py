@@ -140,7 +140,8 @@ def test_a_shard_that_is_cut_or_removed(
     assert str(shard) in str(caught.value)
     # The loader is ahead: what it had read is trained on, and the checkpoint is of the last step that was.
     last = steps_of(out)[-1]
-    assert last >= 6 and f"checkpoint of step {last} saved before the error below" in said
+    due = last % 4 == 0  # it was saved before the error came
+    assert last >= 6 and (due or f"checkpoint of step {last} saved before the error below" in said)
     shard.write_bytes(content)
     goes_on_as_if_nothing_had_been(data, out)
 
