@@ -82,7 +82,7 @@ def test_messages(tmp_path: Path) -> None:
         cut_documents([document])
     with pytest.raises(ValueError, match="max_tokens that holds a chunk, found none"):
         cut_documents([document], min_length=20, max_length=20, max_tokens=10)
-    with pytest.raises(ValueError, match=r"target_layer_ids: expected numbers in 0\.\.3, found \[7\]"):
+    with pytest.raises(ValueError, match=r"expected target_layer_ids in 0\.\.3 .*, found \[1, 7\]"):
         extract_corpus(
             byte_target(), files(tmp_path / "text"), tmp_path / "data", target_layer_ids=(1, 7), max_length=90
         )

@@ -306,7 +306,6 @@ def test_a_drafters_config_with_hostile_values(changes: dict[str, Any], message:
         (f"[run]\nseed = {'9' * 5000}\n", "expected TOML, found a mistake: Exceeds the limit"),
         ("[run]\nseed = " + "[" * 20_000, "expected TOML, found a mistake: "),
         ('[run]\noutput = "a\\u0000b"\n', r"run.output: expected text, found 'a\\x00b'"),
-        ("\ufeff[run]\nseed = 1\n", "expected TOML, found a mistake: "),
         (f"[run]\noutput = ['{'x' * 50_000}']\n", "run.output: expected text, found"),
         ("[run]\nlog_every = true\n", "run.log_every: expected a whole number, at least 1, found True"),
         ("[optimizer]\nlr = nan\n", "optimizer.lr: expected a number, more than 0, found nan"),
