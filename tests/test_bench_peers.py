@@ -40,7 +40,7 @@ def command(*more: str, folder: Path = STAND_IN) -> list[str]:
 
 def test_both_agree_and_both_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    out, picture = tmp_path / "results" / "peers.json", tmp_path / "pictures" / "peers.png"
+    out, picture = tmp_path / "peers.json", tmp_path / "peers.png"
     assert main(command("--json", "--out", str(out), "--plot", str(picture))) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     told = capsys.readouterr()

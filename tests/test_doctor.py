@@ -106,7 +106,7 @@ def test_who_holds_the_memory() -> None:
     answer = "\n".join(lines)
     told = memory_holders("aa-bb", 3000 * MIB, lambda: answer)
     assert told.startswith("3,000 MiB are held: python, train.py (pid 77) 1,024 MiB; ")
-    assert f"python (pid {os.getpid()}, this one) an untold amount" in told and "99" not in told
+    assert f"python (pid {os.getpid()}, this one) an untold amount" in told and "(pid 99" not in told
     assert "by no process that can be seen" in memory_holders("ee", 0, lambda: answer)
     assert "nvidia-smi would tell" in memory_holders("aa-bb", 0, lambda: None)
 

@@ -37,5 +37,6 @@ def test_a_run_takes_the_settings_turns(tmp_path: Path, monkeypatch: pytest.Monk
     run(data, tmp_path / "other", "run.max_steps=1", "run.switch_interval_ms=2")
     assert seen[2:] == pytest.approx([2e-3])
     assert sys.getswitchinterval() == before
-    assert figures["start_s"].keys() == {"data", "weights", "plan", "memory", "capture", "compile", "verify", "rest"}
+    phases = {"data", "weights", "plan", "memory", "capture", "compile", "verify", "snapshot", "rest"}
+    assert figures["start_s"].keys() == phases
     assert 0 < sum(figures["start_s"].values()) <= figures["seconds"]
