@@ -116,9 +116,12 @@ def _variants(settings: Settings, longest: int) -> dict[str, Settings]:
 def _epoch(
     subjects: Sequence[Subject], batches: Sequence[Batch], repeats: int
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
-    """(a record a bucket, the epoch replayed and eager): the epoch's time is that of all its batches, one after the other."""
+    """(a record a bucket, the epoch replayed and eager): the epoch's time is that of all its batches, one after the other. A
+    bucket's padding and useful tokens are those of all its batches too."""
     rows = [measure_step(subject, repeats) for subject in subjects]
-    counts = [sum(batch.bucket == subject.bucket for batch in batches) for subject in subjects]
+    of_bucket = [[batch for batch in batches if batch.bucket == subject.bucket] for subject in subjects]
+    counts = list(map(len, of_bucket))
+    rows = [row | _filled(own, row["replay_ms"]) for row, own in zip(rows, of_bucket, strict=True)]
     useful = sum(batch.useful_tokens for batch in batches)
     positions = sum(batch.bucket.B * batch.bucket.S for batch in batches)
     epochs = {}
@@ -131,6 +134,18 @@ def _epoch(
             "padding": 1 - useful / positions,
         }
     return [row | {"batches": count} for row, count in zip(rows, counts, strict=True)], epochs
+
+
+def _filled(batches: Sequence[Batch], replay_ms: float) -> dict[str, float]:
+    """Of a bucket's batches in the epoch; nothing of a bucket that the epoch does not have."""
+    if not batches:
+        return {}
+    useful = sum(batch.useful_tokens for batch in batches)
+    positions = sum(batch.bucket.B * batch.bucket.S for batch in batches)
+    return {
+        "padding": 1 - useful / positions,
+        "useful_tokens_per_s": useful / (len(batches) * replay_ms / 1e3),
+    }
 
 
 def _record(

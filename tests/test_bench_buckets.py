@@ -65,13 +65,19 @@ def test_a_result_says_where_it_comes_from(tmp_path: Path) -> None:
 
 
 def test_an_epoch_in_buckets_against_padding_to_the_longest(tmp_path: Path) -> None:
-    epoch = measure(training_dataset(tmp_path / "data"))["epoch"]
+    figures = measure(training_dataset(tmp_path / "data"))
+    epoch = figures["epoch"]
     assert epoch.keys() == {"buckets", "buckets_eager", "pad_to_longest", "pad_to_longest_eager"}
     assert epoch["buckets"]["time_over_buckets"] == 1.0
     assert epoch["buckets"]["batches"] == epoch["pad_to_longest"]["batches"] == 10
     # 1,070 tokens in five rows of 128 and five of 256, or in ten of 256.
     assert epoch["buckets"]["padding"] == pytest.approx(1 - 1070 / 1920)
     assert epoch["pad_to_longest"]["padding"] == pytest.approx(1 - 1070 / 2560)
+    # Of all batches of a bucket, not of the one that is timed.
+    assert {row["bucket"]: row["padding"] for row in figures["buckets"]} == {
+        "1x128x32": pytest.approx(1 - 320 / 640),
+        "1x256x32": pytest.approx(1 - 750 / 1280),
+    }
     for record in epoch.values():
         assert record["time_over_buckets"] > 0
         assert record["seconds"] is record["useful_tokens_per_s"] is None
