@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from buffers.untrusted import parse_json, shown
+from buffers.untrusted import read_object, shown
 from engine.drafter_json import FULL as FULL
 from engine.drafter_json import SLIDING as SLIDING
 from engine.drafter_json import all_slide, flag, integer, is_finite, layers, number, refuse_unknown_arithmetic, token
@@ -203,12 +203,7 @@ def read_drafter_json(directory: str | Path) -> dict[str, object]:
             f"drafter config: expected the file {path}, found none. Pass a folder with config.json and "
             "model.safetensors; a run has them in best/ and drafter/."
         )
-    try:
-        config = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"drafter config: expected JSON in {path}, found {error}. Copy the file again.") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected an object, found {shown(config)}. Correct the drafter's config.json.")
+    config: dict[str, object] = read_object(path)
     return config
 
 

@@ -6,7 +6,6 @@ normed one only.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from buffers.untrusted import read_object
 from engine.assemble import norm_eps, refuse_unreproduced, text_config
 from engine.ops.rms_norm_ref import normalise
 
@@ -117,7 +117,7 @@ def load_hf_target(name: str, device: torch.device, dtype: torch.dtype) -> HfTar
     # Its bars would stand between our lines, and in logs.
     transformers.utils.logging.disable_progress_bar()
     try:
-        raw = json.loads(Path(transformers.utils.cached_file(name, "config.json")).read_bytes())
+        raw = read_object(Path(transformers.utils.cached_file(name, "config.json")))
         refuse_unreproduced(text_config(raw))
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
     except (OSError, KeyError) as error:

@@ -100,7 +100,7 @@ class AdamW:
         return {name: getattr(self, name) for name in names} | {"kernel scalars": self._scalars}
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint needs besides the masters; views."""
+        """What an update changes besides masters and weights; views."""
         return {
             "exp_avg": self._arenas.exp_avg,
             "exp_avg_sq": self._arenas.exp_avg_sq,

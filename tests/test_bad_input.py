@@ -397,7 +397,7 @@ def test_a_drafter_that_is_missing_or_damaged(command: str, tmp_path: Path, fail
     assert no_weights in fails(args)
     file.write_bytes(whole)
     (drafter / "config.json").write_text("{")
-    assert f"drafter config: expected JSON in {drafter}/config.json, found" in fails(args)
+    assert f"expected JSON in {drafter}/config.json, found" in fails(args)
 
 
 def test_soft_labels_without_last_hidden(tmp_path: Path, fails: Fails) -> None:

@@ -355,8 +355,11 @@ def test_messages(model: Path, chat_model: Path, tmp_path: Path, monkeypatch: py
     ids = write_jsonl(tmp_path / "ids.jsonl", id_records(2))
     chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": chat("hello", "fine")}])
     bad = write_jsonl(tmp_path / "bad.jsonl", ["x", {"input_ids": [1], "loss_mask": [1]}])
-    out = tmp_path / "out"
+    out, broken = tmp_path / "out", tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
     for target, data, options, message in (
+        (broken, ids, {}, "expected JSON in .*broken/config.json, found"),
         (model, tmp_path / "none.jsonl", {}, "expected conversations in .*none.jsonl, found no such file"),
         (tmp_path, ids, {}, "expected the target's config.json in .*, found none. Give a model's folder"),
         (
